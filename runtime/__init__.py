@@ -14,6 +14,7 @@ TYPE_CHECKING = False  # a type checker takes it for typing's, whose import woul
 
 if TYPE_CHECKING:
     from ..kernels.contract.activations import Activation
+    from .api.expert_weights import ExpertWeights
     from .api.experts import experts_mlp
     from .api.gradients import grouped_gemm_dW, grouped_gemm_dX
     from .api.grouped_gemm import grouped_gemm
@@ -25,13 +26,12 @@ if TYPE_CHECKING:
     from .inspect.explanation import Explanation
     from .inspect.preload import Preloaded, preload
     from .ops.activation import activate
-    from .weights.expert_weights import ExpertWeights
     from .weights.quantized_rows import QuantizedRows
 
 # name -> module; no name is a module's own, or importing that module would hide it.
 _PUBLIC = {
     "Activation": ".kernels.contract.activations",
-    "ExpertWeights": "weights.expert_weights",
+    "ExpertWeights": "api.expert_weights",
     "Explanation": "inspect.explanation",
     "Lora": "api.lora",
     "Preloaded": "inspect.preload",

@@ -20,7 +20,7 @@ from ...artifacts.records.precision import DType, dtypes_of
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, buckets_between
 from ...artifacts.records.target import LocalGpu
 from ...kernels.contract.launch_abi import has_aligned_rows
-from ...kernels.rowops import dtype_of
+from ...kernels.rowops import WEIGHT_OPS, dtype_of
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.decide import forms_of
 from ..dispatch.ranking import by_tile, why_not
@@ -277,7 +277,9 @@ def fallbacks_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGp
 
 def passes_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
     """The passes over rows that calls and layers of these problems come to, on aligned tensors and others."""
-    kinds = dict.fromkeys((op, dtype_of(problem.dtype, op)) for op in RowOp for problem in problems)
+    kinds = dict.fromkeys(
+        (op, dtype_of(problem.dtype, op)) for op in RowOp if op not in WEIGHT_OPS for problem in problems
+    )
     found = [ranked(snapshot, *kind, local, aligned=aligned)[:1] for kind in kinds for aligned in (True, False)]
     return list(dict.fromkeys((usable.bundle, index) for row in found for usable, index in row))
 

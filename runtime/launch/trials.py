@@ -7,7 +7,8 @@ it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -22,8 +23,10 @@ from ...kernels.contract.activations import KINDS, Activation
 from ...kernels.hopper_w8a8_block import scale_columns
 from ..driver import cuda
 from ..driver.rowops import RowOpLauncher
-from ..weights.order import K_ORDER
+from ..weights.codes import Quantised, cat, quantise, values
+from ..weights.order import K_ORDER, ORDERS
 from ..weights.row_codes import codes_of_rows, values_of_rows
+from ..weights.writing import empty, quantise_into
 
 UNTOUCHED = 96.0  # what a result holds beforehand; every dtype has it, and no trial comes to it
 _T, _TOP_K, _USED = 24, 2, 41  # tokens, slots of each, and how many of the slots belong to an expert
@@ -533,6 +536,156 @@ def _activation_codes(on: _On, of_x: Scale) -> str | None:
     return None
 
 
+_WEIGHTS = 2, 128, 192  # E, N and K: of blocks of 64, and of no whole tile
+
+
+def _weights(on: _On, dtype: torch.dtype) -> torch.Tensor:
+    """w [E, N, K] on the host: small numbers, and half of an expert numbers that are between two codes."""
+    E, N, K = _WEIGHTS
+    draw = Draw()
+    w = draw.normal(E, N, K) * 0.05
+    w[0, : N // 2] = draw.integers(-96, 97, N // 2 * K).view(N // 2, K) / 16
+    w[1, :, :64] = 0
+    return w.to(dtype)
+
+
+def _tensors(on: _On, w: torch.Tensor, *, prepared: bool) -> Quantised:
+    """What w is in the variant's format, on the host, as torch quantises it."""
+    format = on.variant.dtype.value
+    made = empty(format, *_WEIGHTS, w.device)
+    if prepared:
+        each = [[*quantise(format, of_expert)] for of_expert in w]
+        order = ORDERS[format]
+        moves = order.prepared, order.prepared_scale, order.prepared_zero, None
+        parts = [
+            [one if one is None or move is None else move(one) for one, move in zip(row, moves, strict=True)]
+            for row in each
+        ]
+        stacked = [None if column[0] is None else _stack(column) for column in zip(*parts, strict=True)]
+        return Quantised(*stacked)  # type: ignore[arg-type]
+    quantise_into(format, made, w, prepared=False, by_torch=True)
+    return made
+
+
+def _stack(every: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    parts = [one for one in every if one is not None]
+    return cat([one[None] for one in parts], 0)
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _weight_flags(dtype: torch.dtype, *, prepared: bool) -> int:
+    kind = {torch.float16: rowops.FP16_WEIGHTS, torch.float32: rowops.FP32_WEIGHTS}.get(dtype, 0)
+    return kind | (rowops.PREPARED if prepared else 0)
+
+
+def _same(on: _On, got: torch.Tensor, want: torch.Tensor, what: str) -> str | None:
+    """None if ``got`` begins with the bytes that are wanted, and ends with bytes that nothing was stored to."""
+    on.place.wait()
+    found, bits = got.cpu(), _raw(want)
+    wrong = int((found[: len(bits)] != bits).sum())
+    if wrong:
+        return f"{what}: {wrong} of {len(bits)} bytes are wrong"
+    return None if bool((found[len(bits) :] == _AFTER).all()) else f"past {what} something is stored"
+
+
+_AFTER = 0x5A  # of 64 bytes behind a result
+
+
+def _room(on: _On, like: torch.Tensor) -> torch.Tensor:
+    return on.words(torch.full((_raw(like).numel() + 64,), _AFTER, dtype=torch.uint8, device="cpu"))
+
+
+def _beside(on: _On, of: Quantised, *, results: bool) -> dict[str, torch.Tensor | int]:
+    """The tensors of weights on the GPU by the kernels' names, or room for them; nvfp4's outer scales are given."""
+    names = ("words", "scales", "zeros")
+    found: dict[str, torch.Tensor | int] = {"zeros": 0, "outer": 0}
+    for name, one in zip(names, of, strict=False):
+        if one is not None:
+            found[name] = _room(on, one) if results else on.words(_raw(one))
+    if of.global_scale is not None:
+        found["outer"] = on.words(of.global_scale)
+    return found
+
+
+def _quantize_weights(on: _On) -> str | None:
+    """Codes and scales of w in both layouts, of each dtype: torch's bits."""
+    E, N, K = _WEIGHTS
+    made = rowops.tiles(rowops.RowOpSpec(RowOp.QUANTIZE_WEIGHTS, on.variant.dtype), E, N, K)
+    for dtype, prepared in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
+        w = _weights(on, dtype)
+        want = _tensors(on, w, prepared=prepared)
+        into = _beside(on, want, results=True)
+        numbers = {"M": N, "columns": K, "step_expert": N * K, "step_row": K}
+        on.run(made, w=on.words(w), flags=_weight_flags(dtype, prepared=prepared), **into, **numbers)
+        for name, one in zip(("words", "scales", "zeros"), want, strict=False):
+            got = into[name]
+            if one is not None and isinstance(got, torch.Tensor):
+                wrong = _same(on, got, one, f"{name}{' prepared' if prepared else ''} of {dtype}")
+                if wrong:
+                    return wrong
+    return None
+
+
+def _dequantize_weights(on: _On) -> str | None:
+    """w of codes and scales in both layouts, in each dtype: torch's bits."""
+    E, N, K = _WEIGHTS
+    made = rowops.tiles(rowops.RowOpSpec(RowOp.DEQUANTIZE_WEIGHTS, on.variant.dtype), E, N, K)
+    plain = _tensors(on, _weights(on, torch.float32), prepared=False)
+    for dtype, prepared in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
+        given = _beside(on, _tensors(on, _weights(on, torch.float32), prepared=prepared), results=False)
+        want = torch.stack([values(on.variant.dtype.value, _of(plain, e)) for e in range(E)]).to(dtype)
+        w = _room(on, want)
+        on.run(made, w=w, M=N, columns=K, flags=_weight_flags(dtype, prepared=prepared), **given)
+        wrong = _same(on, w, want, f"w in {dtype}{' of prepared codes' if prepared else ''}")
+        if wrong:
+            return wrong
+    return None
+
+
+def _of(given: Quantised, expert: int) -> Quantised:
+    return Quantised(*(None if one is None else one[expert] for one in given))  # type: ignore[arg-type]
+
+
+def _move_codes(on: _On) -> str | None:
+    """Bytes in the one layout and in the other, there and back."""
+    E, N, K = _WEIGHTS
+    format = on.variant.dtype.value
+    stored = empty(format, E, N, K, torch.device("cpu")).codes
+    _raw(stored).copy_(Draw().integers(0, 256, _raw(stored).numel()))
+    words = torch.stack([ORDERS[format].prepared(one) for one in stored])
+    made = rowops.tiles(rowops.RowOpSpec(RowOp.MOVE_CODES, on.variant.dtype), E, N, K)
+    for given, want, flags in ((stored, words, 0), (words, stored, rowops.BACK)):
+        here, there = on.words(_raw(given)), _room(on, want)
+        names = {"stored": there, "words": here} if flags else {"stored": here, "words": there}
+        on.run(made, M=N, columns=K, flags=flags, **names)
+        wrong = _same(on, there, want, "stored" if flags else "words")
+        if wrong:
+            return wrong
+    return None
+
+
+def _largest_weight(on: _On) -> str | None:
+    """The bits of the largest number of some rows; NaN is larger than all."""
+    E, N, K = _WEIGHTS
+    spec = rowops.RowOpSpec(RowOp.LARGEST_WEIGHT, on.variant.dtype)
+    made, rows = rowops.tiles(spec, E, N, K), rowops.tile_of(spec.op, spec.dtype).rows
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        w = _weights(on, dtype)
+        w[1, 77, 5], w[1, 9, K - 1] = float("-inf"), float("nan")
+        want = (w.float().view(torch.int32) & 0x7FFFFFFF).view(E * N // rows, -1).amax(1)
+        most = _room(on, want)
+        numbers = {"M": N, "columns": K, "step_expert": N * K, "step_row": K}
+        on.run(made, w=on.words(w), most=most, flags=_weight_flags(dtype, prepared=False), **numbers)
+        wrong = _same(on, most, want, f"most of {dtype}")
+        if wrong:
+            return wrong
+    return None
+
+
 _TRIALS: dict[RowOp, Callable[[_On], str | None]] = {
     RowOp.GATHER: _gather,
     RowOp.ACTIVATION: _activation,
@@ -546,4 +699,8 @@ _TRIALS: dict[RowOp, Callable[[_On], str | None]] = {
     RowOp.QUANTIZE_ROWS: partial(_quantize, of_x=_ROWS),
     RowOp.ORDER_CODES: _order_codes,
     RowOp.ACTIVATION_ROW_CODES: partial(_activation_codes, of_x=_ROWS),
+    RowOp.QUANTIZE_WEIGHTS: _quantize_weights,
+    RowOp.DEQUANTIZE_WEIGHTS: _dequantize_weights,
+    RowOp.MOVE_CODES: _move_codes,
+    RowOp.LARGEST_WEIGHT: _largest_weight,
 }

@@ -10,11 +10,12 @@ import torch
 from ...artifacts.records.precision import PRECISIONS, Elements, Scale
 from ...artifacts.tuples import NamedTuple
 
-E4M3_MOST = 448.0
+E4M3_MOST, E2M1_MOST = 448.0, 6.0
 E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # torch 2.7 and later
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MOST_LOG2 = {"e2m1": 2, "e4m3": 8}  # of 6 and of 448, rounded down
 _INT4_ZERO = 8  # where no zero point is told
+_LEAST = 2.0**-126  # scale: the inverse of a smaller one is infinite
 
 
 class Quantised(NamedTuple):
@@ -86,31 +87,36 @@ def spread(factor: torch.Tensor, scale: Scale, N: int, K: int) -> torch.Tensor:
     return found if scale.rows == 1 else found.repeat_interleave(scale.rows, -2)[..., :N, :]
 
 
-def quantise(format: str, w: torch.Tensor) -> Quantised:
+def quantise(format: str, w: torch.Tensor, scale_dtype: torch.dtype = torch.bfloat16) -> Quantised:
     """The codes nearest to one matrix w [N, K], with the scales that use a format's whole range.
 
+    int4's scales are numbers that bf16 has, in ``scale_dtype``.
+
     A scale of e8m0 is 2**(floor(log2(m)) - e) of a block whose largest magnitude is m, e being 2 for e2m1 and 8 for
-    e4m3; codes saturate (OCP Microscaling Formats 1.0, 6.3).
+    e4m3; codes saturate (OCP Microscaling Formats 1.0, 6.3). Other scales are a quotient in float32, and w is
+    multiplied by their inverse, rounded to float32: kernels/rowops/weights.py does so bit for bit.
     """
     elements, w = PRECISIONS[format].w, w.float()
     scale = elements.scale
     if scale is None:
         raise AssertionError(f"{format} has no scale")
     low, high = _bounds(w, scale)
-    most = torch.maximum(high, -low)
+    most = torch.maximum(high, -low).abs()  # of zeros it is 0, and not -0: nvfp4's kernels read no sign
     if elements.name == "int4":
-        return _int4(w, scale, low, high)
+        return _int4(w, scale, low, high, scale_dtype)
     if scale.name == "e8m0":
         exponent = torch.frexp(most).exponent - 1 - _MOST_LOG2[elements.name]
         code = torch.where(most > 0, exponent + 127, 127).clamp(0, 254).to(torch.uint8)
-        factor = spread(e8m0(code), scale, *w.shape)
-        return Quantised(_e4m3(w, factor) if elements.name == "e4m3" else _e2m1(w, factor), code)
+        inverse = spread(e8m0(254 - code), scale, *w.shape)
+        return Quantised(_e4m3(w * inverse) if elements.name == "e4m3" else _e2m1(w, inverse), code)
     if elements.name == "e4m3":
-        factor = _usable(most / E4M3_MOST)
-        return Quantised(_e4m3(w, spread(factor, scale, *w.shape)), factor)
-    outer = _usable(most.amax() / (E4M3_MOST * _E2M1[-1]))
-    inner = (most / _E2M1[-1] / outer).clamp(max=E4M3_MOST).to(torch.float8_e4m3fn)
-    return Quantised(_e2m1(w, spread(inner.float() * outer, scale, *w.shape)), inner, None, outer)
+        factor = invertible(quotient(most, E4M3_MOST))
+        return Quantised(_e4m3(w * spread(factor.reciprocal(), scale, *w.shape)), factor)
+    outer = invertible(quotient(most.amax(), E4M3_MOST * E2M1_MOST))
+    inner = (quotient(most, E2M1_MOST) / outer).clamp(max=E4M3_MOST).to(torch.float8_e4m3fn)
+    factor = inner.float() * outer
+    inverse = torch.where(factor > 0, factor.clamp(min=_LEAST).reciprocal(), 0)
+    return Quantised(_e2m1(w, spread(inverse, scale, *w.shape)), inner, None, outer)
 
 
 def quantise_rows(x: torch.Tensor, scale: Scale) -> torch.Tensor:
@@ -121,7 +127,7 @@ def quantise_rows(x: torch.Tensor, scale: Scale) -> torch.Tensor:
     x = x.float()
     low, high = _bounds(x, scale)
     factor = spread(_usable(torch.maximum(high, -low) / E4M3_MOST), scale, *x.shape)
-    return _e4m3(x, factor).float().mul_(factor)
+    return _e4m3(x / factor).float().mul_(factor)
 
 
 def _bounds(w: torch.Tensor, scale: Scale) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,23 +146,34 @@ def _usable(factor: torch.Tensor) -> torch.Tensor:
     return torch.where(factor > 0, factor, 1)
 
 
-def _e4m3(w: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    return (w / factor).clamp_(-E4M3_MOST, E4M3_MOST).to(torch.float8_e4m3fn)
+def quotient(numbers: torch.Tensor, by: float) -> torch.Tensor:
+    """The quotient, rounded once: by a number of Python's, torch multiplies by its inverse on a GPU."""
+    return numbers / numbers.new_full((), by)
 
 
-def _e2m1(w: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Packed codes of w / factor: the nearest, of two the even one; past 6 it is 6."""
-    size = torch.where(factor > 0, w / factor, 0).abs().clamp_(max=_E2M1[-1])
+def invertible(factor: torch.Tensor) -> torch.Tensor:
+    """The scale, large enough for its inverse to be finite, or 1 for a block of zeros."""
+    return torch.where(factor > 0, factor.clamp(min=_LEAST), 1)
+
+
+def _e4m3(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.clamp_(-E4M3_MOST, E4M3_MOST).to(torch.float8_e4m3fn)
+
+
+def _e2m1(w: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Packed codes of w * inverse: the nearest, of two the even one; past 6 it is 6."""
+    size = (w * inverse).abs().clamp_(max=E2M1_MOST)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    nearest = torch.round(size / step).mul_(step)
+    nearest = torch.round(size / step).mul_(step).contiguous()
     code = torch.bucketize(nearest, torch.tensor(_E2M1, device=w.device), out_int32=True)
     return pack((code | (w.signbit().int() << 3)).to(torch.uint8))
 
 
-def _int4(w: torch.Tensor, scale: Scale, low: torch.Tensor, high: torch.Tensor) -> Quantised:
-    factor = (high - low) / 15 if scale.zero_bits else torch.maximum(high / 7, -low / 8)
-    factor = _usable(factor.to(torch.bfloat16))
-    zero = torch.round(-low / factor.float()).clamp_(0, 15) if scale.zero_bits else torch.full_like(low, _INT4_ZERO)
-    shift, each = (spread(one.float(), scale, *w.shape) for one in (zero, factor))
-    code = (torch.round(w / each) + shift).clamp_(0, 15).to(torch.uint8)
+def _int4(w: torch.Tensor, scale: Scale, low: torch.Tensor, high: torch.Tensor, scale_dtype: torch.dtype) -> Quantised:
+    factor = quotient(high - low, 15) if scale.zero_bits else torch.maximum(quotient(high, 7), low * (-1 / 8))
+    factor = invertible(factor.to(torch.bfloat16).to(scale_dtype))
+    inverse = factor.float().reciprocal()
+    zero = torch.round(-low * inverse).clamp_(0, 15) if scale.zero_bits else torch.full_like(low, _INT4_ZERO)
+    shift, each = (spread(one, scale, *w.shape) for one in (zero, inverse))
+    code = (torch.round(w * each) + shift).clamp_(0, 15).to(torch.uint8)
     return Quantised(pack(code), factor, zero.to(torch.uint8) if scale.zero_bits else None)

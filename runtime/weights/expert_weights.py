@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,8 @@ from .given import (
     flat,
     has_nan,
     of_dtype,
+    overlap,
     place_of_nan,
-    repeated,
     told,
 )
 
@@ -182,24 +183,48 @@ class ExpertWeights:
         return checked(cls(format if format != "int4" else int4_format(*found[:3]), *found))
 
     @classmethod
-    def quantize(cls, w: torch.Tensor, format: str) -> ExpertWeights:
-        """w [E, N, K], floating point and finite, rounded to a format's nearest codes: for tests and first trials."""
-        if not isinstance(w, torch.Tensor) or w.dim() != 3 or not w.is_floating_point() or not w.numel():
-            raise bad("w", told(w), "[E, N, K] of a floating-point type, E, N and K of at least 1")
-        if w.layout is torch.strided and repeated(w):
-            raise bad("w", f"with strides {list(w.stride())}, which repeats elements", "memory for each of them")
-        precision = _precision(format)
-        if precision.w.bits == 4 and w.shape[2] % 2:
-            raise bad("w", told(w), "an even K: two codes share a byte")
-        if not torch.isfinite(w).all():
-            raise bad("w", "NaN or infinite in places", "finite numbers")
-        from .codes import cat, quantise  # here, as most processes have no quantised weights
+    def quantize(
+        cls, w: torch.Tensor, format: str, out: ExpertWeights | None = None, *, check: bool = True
+    ) -> ExpertWeights:
+        """Quantise w [E, N, K], floating point and finite: each number becomes a format's nearest code.
 
-        every = [quantise(format, one.detach()) for one in w]
-        codes, scale = cat([one.codes[None] for one in every], 0), cat([one.scale[None] for one in every], 0)
-        zeros = [one.zero[None] for one in every if one.zero is not None]
-        outer = [one.global_scale[None] for one in every if one.global_scale is not None]
-        return checked(cls(format, codes, scale, cat(zeros, 0) if zeros else None, cat(outer, 0) if outer else None))
+        Parameters
+        ----------
+        w
+            In any floating-point dtype. bf16, fp16 and fp32 on a GPU are quantised by a bundle's row kernels.
+        format
+            A name of ``PRECISIONS``.
+        out
+            Weights of this format and shape, in either layout, to write to: as ``out.copy_(w)``. None: new ones, in
+            the checkpoint's layout.
+        check
+            Whether w is read beforehand, once more, for NaN and infinity.
+
+        Raises
+        ------
+        InputError
+            for what is no such w, and what ``copy_`` refuses; nothing was written then.
+        """
+        check_flag("check", check)
+        precision = _precision(format)
+        if out is not None:
+            if not isinstance(out, ExpertWeights) or out.format != format:
+                raise bad("out", repr(out), f"{format} weights")
+            return out.copy_(w, check=check)
+        from . import writing  # here, as most processes have no quantised weights
+
+        w = writing.check_plain(format, w)
+        scale = precision.w.scale
+        if scale is None:
+            raise AssertionError(f"{format} has no scale")
+        if check and not w.is_meta:
+            writing.check_numbers(format, w, torch.bfloat16, prepared=False)
+        E, N, K = w.shape
+        made = writing.empty(format, E, N, K, w.device)
+        if not w.is_meta:
+            writing.quantise_into(format, made, w, prepared=False)
+        weights = cls(format, *made)
+        return checked(weights) if check else weights
 
     @classmethod
     def from_state_dict(cls, format: str, state: Mapping[str, torch.Tensor]) -> ExpertWeights:
@@ -267,10 +292,19 @@ class ExpertWeights:
             if not -E <= expert < E:
                 raise bad("expert", f"{expert}", f"one of the {E} that there are")
             return self._values(expert).to(dtype)
+        from . import writing
+
         w = torch.empty((E, N, K), dtype=dtype, device=self.device)
+        if self._has_own_scales and writing.by_kernel(self.format, self._quantised, w, prepared=self.is_prepared):
+            return w
         for one in range(E):
             w[one] = self._values(one)
         return w
+
+    @property
+    def _has_own_scales(self) -> bool:
+        """Whether scales are in the layout of the codes, if that has one for them."""
+        return not self.is_prepared or _order_of(self).prepared_scale is None or _moved(_order_of(self), self.scale)
 
     def prepare(self) -> ExpertWeights:
         """Return the same weights in the layout that the fastest kernels read, and release these.
@@ -292,6 +326,9 @@ class ExpertWeights:
         InputError
             in the capture of a CUDA graph.
         """
+        from . import writing
+
+        move = writing.mover(self.format, self.__dict__.get("codes"))  # before the lock: to find it may test code
         with lock("prepare"):
             known: ExpertWeights | None = self.__dict__.get("_prepared")
             if known is not None:
@@ -307,10 +344,10 @@ class ExpertWeights:
             if not self._has_room(order):
                 return self
             with torch.inference_mode(False), torch.no_grad():
-                codes = order.each(order.prepared, self.codes)
+                codes = writing.prepared_codes(self.format, self.codes, move)
                 moves = order.prepared_scale is not None and order.moves(self.scale)
-                scale = order.each(order.prepared_scale, self.scale) if moves else self.scale
-                zero = None if self.zero is None else order.each(order.prepared_zero, self.zero)
+                scale = writing.prepared_scale(self.format, self.scale) if moves else self.scale
+                zero = None if self.zero is None else writing.prepared_scale(self.format, self.zero)
             made = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
             _ = made.kernel_scale  # made now: not in a graph capture
             released, self.__dict__ = self.__dict__, {"format": self.format, "_prepared": made}
@@ -323,87 +360,118 @@ class ExpertWeights:
 
         Their dtypes and shapes stay, and what is in them is no longer what these say.
         """
-        from .order import rewriting
-
         order = _orders().get(self.format)
         if order is None or self.is_prepared or not self._has_room(order):
             return self
-        codes, scale, zero = self.codes, self.scale, self.zero
-        with torch.inference_mode(codes.is_inference()), torch.no_grad(), rewriting() as rewrite:
-            codes = rewrite(codes, order.prepared, order.stored)
-            if order.prepared_scale is not None and order.stored_scale is not None and order.moves(scale):
-                scale = rewrite(scale, order.prepared_scale, order.stored_scale)
-            if zero is not None and order.prepared_zero is not None and order.stored_zero is not None:
-                zero = rewrite(zero, order.prepared_zero, order.stored_zero)
-            made = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
-            _ = made.kernel_scale
-        synchronize(codes)
-        return made
+        return self._rewritten(moved=order.prepared_scale is not None and order.moves(self.scale))
 
     def restore_in_place(self) -> ExpertWeights:
         """As ``restore``, in the memory of these tensors."""
-        from .order import rewriting
-
         if not self.is_prepared:
             return self
-        order, codes, scale, zero = _order_of(self), self.codes, self.scale, self.zero
+        return self._rewritten(moved=_moved(_order_of(self), self.scale))
+
+    def _rewritten(self, *, moved: bool) -> ExpertWeights:
+        """These tensors in the other layout, written over themselves; the scales if they are ``moved``."""
+        from . import writing
+        from .order import rewriting
+
+        move = writing.mover(self.format, self.codes)
+        of_codes = (
+            partial(writing.prepared_codes, self.format, by=move),
+            partial(writing.stored_codes, self.format, by=move),
+        )
+        of_scale = partial(writing.prepared_scale, self.format), partial(writing.stored_scale, self.format)
+        if self.is_prepared:
+            of_codes, of_scale = of_codes[::-1], of_scale[::-1]
+        codes, scale, zero = self.codes, self.scale, self.zero
         with torch.inference_mode(codes.is_inference()), torch.no_grad(), rewriting() as rewrite:
-            codes = rewrite(codes, order.stored, order.prepared)
-            if order.prepared_scale is not None and order.stored_scale is not None and _moved(order, scale):
-                scale = rewrite(scale, order.stored_scale, order.prepared_scale)
-            if zero is not None and order.prepared_zero is not None and order.stored_zero is not None:
-                zero = rewrite(zero, order.stored_zero, order.prepared_zero)
+            codes = rewrite(codes, *of_codes)
+            scale = rewrite(scale, *of_scale) if moved else scale
+            zero = None if zero is None else rewrite(zero, *of_scale)
+            made = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
+            if made.is_prepared:
+                _ = made.kernel_scale
         synchronize(codes)
-        return ExpertWeights(self.format, codes, scale, zero, self.global_scale)
+        return made
 
     def restore(self) -> ExpertWeights:
         """Return these weights in the checkpoint's layout, bit for bit: a copy of prepared ones, which stay usable."""
         if not self.is_prepared:
             return self
+        from . import writing
+
         order = _order_of(self)
         with torch.inference_mode(False), torch.no_grad():
-            codes = order.each(order.stored, self.codes)
-            scale = order.each(order.stored_scale, self.scale) if _moved(order, self.scale) else self.scale
-            zero = None if self.zero is None else order.each(order.stored_zero, self.zero)
+            codes = writing.stored_codes(self.format, self.codes, writing.mover(self.format, self.codes))
+            scale = writing.stored_scale(self.format, self.scale) if _moved(order, self.scale) else self.scale
+            zero = None if self.zero is None else writing.stored_scale(self.format, self.zero)
         return ExpertWeights(self.format, codes, scale, zero, self.global_scale)
 
-    def copy_(self, other: ExpertWeights) -> ExpertWeights:
+    def copy_(self, other: ExpertWeights | torch.Tensor, *, check: bool = True) -> ExpertWeights:
         """Write the numbers of ``other`` into these tensors, in the layout that they have. Returns these weights.
 
-        Addresses stay, so a captured graph reads the new numbers. ``other`` may be in either layout, on any device.
-        Before something is written to prepared weights the scales of ``other`` are read, and its codes where it is not
-        prepared itself. That waits for the device of ``other``; the capture of a graph can't, and reads nothing.
+        Addresses stay, so a captured graph reads the new numbers. The copy runs on the current stream.
+
+        Parameters
+        ----------
+        other
+            Weights of this format in either layout, or w [E, N, K] of a floating-point type, which is quantised. On any
+            device.
+        check
+            Whether ``other`` is read beforehand: w for NaN and infinity; of weights that are copied into prepared ones
+            the scales and, if they are not prepared, the codes. This waits for its device. The capture of a graph can't
+            wait: there prepared weights are not read, and others and w need ``check=False``.
 
         Raises
         ------
         InputError
-            for another format or shape, scales of another dtype, and, if these weights are prepared, scales, zero
-            points or codes that kernels would read as other numbers; nothing was written then.
+            for another format, shape or dtype, memory of these weights, NaN, infinity and, if these weights are
+            prepared, scales, zero points or codes that kernels would read as other numbers; nothing was written then.
         """
-        if not isinstance(other, ExpertWeights) or (other.format, other.shape) != (self.format, self.shape):
+        from . import writing
+
+        check_flag("check", check)
+        if not isinstance(other, ExpertWeights):
+            self._quantise(other, check=check)
+            return self
+        if (other.format, other.shape) != (self.format, self.shape):
             raise bad("copy_'s argument", repr(other), f"{self.format} of shape {list(self.shape)}")
-        order = _orders().get(self.format)
-        if self.is_prepared and not (other.is_prepared and is_captured(other.codes)):
-            _check_numbers(other, codes=not other.is_prepared)  # those of prepared codes were looked at
+        if other.codes.is_meta:
+            raise bad("copy_'s argument", "on meta, without numbers", "weights on a device")
         if self.scale.dtype is not other.scale.dtype:
             raise bad("scale", f"{other.scale.dtype}", f"{self.scale.dtype}, as these weights have it")
-        moves = {
-            "codes": (order and order.prepared, order and order.stored),
-            "scale": (order and order.prepared_scale, order and order.stored_scale),
-            "zero": (order and order.prepared_zero, order and order.stored_zero),
-        }
         given = other.tensors()
+        if any(mine.dim() != given[name].dim() and overlap(mine, given[name]) for name, mine in self.tensors().items()):
+            raise bad("copy_'s argument", "in the memory of these weights", "prepare_in_place() or restore_in_place()")
+        captured = is_captured(other.codes) or is_captured(self.codes)
+        if check and self.is_prepared and captured and not other.is_prepared:
+            raise bad("copy_'s argument", f"{other} in the capture of a CUDA graph", "check=False there")
+        if check and self.is_prepared and not captured:
+            _check_numbers(other, codes=not other.is_prepared)  # those of prepared codes were looked at
         for name, mine in self.tensors().items():
-            theirs = given[name]
-            to, back = moves.get(name, (None, None))
-            move = None if mine.dim() == theirs.dim() else to if mine.dim() > theirs.dim() else back
-            with torch.inference_mode(mine.is_inference()), torch.no_grad():
-                for expert in range(mine.shape[0]):
-                    there = theirs[expert].to(mine.device)
-                    mine[expert].copy_(there if move is None else move(there))
+            if name == "codes":
+                writing.move_codes(self.format, given[name], mine, writing.mover(self.format, mine))
+            else:
+                writing.move_scale(self.format, given[name], mine)
         if self.derived is not None:
             self._derive(anew=True)
         return self
+
+    def _quantise(self, w: torch.Tensor, *, check: bool) -> None:
+        """Write w, quantised, into these tensors."""
+        from . import writing
+
+        w = writing.check_plain(self.format, w, self.shape)
+        if any(overlap(w, mine) for mine in self.tensors().values()):
+            raise bad("w", "in the memory of these weights", "memory of its own")
+        if check:
+            if is_captured(w) or is_captured(self.codes):
+                raise bad("w", "copied in the capture of a CUDA graph, which can't be checked", "check=False there")
+            writing.check_numbers(self.format, w, self.scale.dtype, prepared=self.is_prepared)
+        writing.quantise_into(self.format, self._quantised, w, prepared=self.is_prepared)
+        if self.derived is not None:
+            self._derive(anew=True)
 
     def refresh(self) -> ExpertWeights:
         """Check what was written to prepared weights, and make ``derived`` anew. Returns these weights.
@@ -422,6 +490,7 @@ class ExpertWeights:
             _check_numbers(self, codes=True)
         if self.derived is not None:
             self._derive(anew=True)
+            synchronize(self.derived)
         return self
 
     @property
@@ -452,14 +521,18 @@ class ExpertWeights:
         return self.scale.to(torch.bfloat16) if other else None
 
     def _derive(self, *, anew: bool = False) -> torch.Tensor | None:
-        """``derived``, which is made or written anew if ``scale`` was written to since."""
+        """``derived``, which is made or written anew if ``scale`` was written to since.
+
+        With ``anew`` the caller has checked the scale, and orders other streams after this one.
+        """
         if self.derived is not None and not anew and self._is_current():
             return self.derived
         with lock("prepare"):
             if self.derived is not None and not anew and self._is_current():
                 return self.derived
             source = self.scale, version_of(self.scale)
-            if self.derived is not None and self.is_prepared and not _order_of(self).room(self.scale):
+            known = self.derived is not None
+            if known and not anew and self.is_prepared and not _order_of(self).room(self.scale):
                 raise bad("scale", "too large for prepared codes", _MOST_SCALES)
             capturing = is_captured(self.scale)
             with torch.inference_mode(self.derived is not None and self.derived.is_inference()), torch.no_grad():
@@ -469,7 +542,8 @@ class ExpertWeights:
                 if self.derived is not None:
                     self.derived.copy_(made)
             if not capturing:  # else the next call writes it again
-                synchronize(made)  # before a thread on another stream can see it
+                if not (known and anew):
+                    synchronize(made)  # before a thread on another stream can see it
                 self._derived_of = source
             if self.derived is None:
                 self.derived = made

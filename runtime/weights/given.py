@@ -64,6 +64,20 @@ def repeated(one: torch.Tensor) -> bool:
     return one.numel() * one.element_size() > one.untyped_storage().nbytes()
 
 
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors' memory, from the first element to the last, has bytes in common."""
+    if one.device != other.device or one.is_meta or not one.numel() or not other.numel():
+        return False
+    begins = one.data_ptr(), other.data_ptr()
+    ends = [
+        begin
+        + (1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
+        * tensor.element_size()
+        for begin, tensor in zip(begins, (one, other), strict=True)
+    ]
+    return begins[0] < ends[1] and begins[1] < ends[0]
+
+
 def flat(codes: torch.Tensor) -> torch.Tensor:
     """[E, N, K/32, 16] as [E, N, K/2]."""
     if isinstance(codes, torch.Tensor) and codes.dim() == 4:

@@ -22,6 +22,7 @@ kernel that multiplies the codes themselves (kernels/hopper_w8a8_block/rows.py).
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeAlias
@@ -30,7 +31,7 @@ import torch
 
 from ...artifacts.records.precision import PRECISIONS, Elements
 from ...artifacts.tuples import NamedTuple
-from .codes import Quantised, pack, unpack
+from .codes import E4M3_MOST, Quantised, pack, unpack
 
 BLOCK = 64  # rows of w, and of K
 _Move: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -48,11 +49,12 @@ _PLACES: dict[str, _Places] = {
 }
 # A larger scale has no room in bf16 beside the 2^126 or 2^120 that codes are made too small by.
 _MOST_E8M0 = {"e2m1": 128, "e4m3": 134}
-_ZERO = 8  # of int4 codes, where there are no zero points
+ZERO = 8  # of int4 codes, where there are no zero points
 _MOST_ZERO = 15  # kernels read four bits
 _MOST_INT4 = 1024.0  # scales are made 2^117 of theirs in bf16: room to spare for what rounding to bf16 adds
 _E4M3_NAN = 0x7F
 _E4M3_SHIFT = 120  # log2 of what e4m3 codes are made too small by
+_CHUNK_BYTES = 32 << 20  # that are moved at once, or an expert
 PREPARED_DIMS = 6  # of codes [E, N/64, K/64, 64, 4, words]; of their scales one less
 
 
@@ -64,6 +66,7 @@ class CodeOrder(NamedTuple):
     """A prepared layout of codes and scales. ``number`` is what bundles and a saved state call it.
 
     ``fits(weights)`` says whether weights can be prepared, ``room(scale)`` whether kernels have room for these scales.
+    ``quantise`` (codes.py) makes scales that have room of every w below ``most``.
     ``prepared(codes)`` maps the codes of one expert to int32 [N/64, K/64, 64, 4, words], and ``stored(blocks)`` maps
     them back, bit for bit. ``prepared_scale`` and ``stored_scale`` do this with scales of ``scale_dtype``: [N, groups]
     to [N/64, blocks of K, 64, groups of a block]. ``derived(scale)`` makes the scales that kernels read, where scales
@@ -74,6 +77,7 @@ class CodeOrder(NamedTuple):
     number: int
     fits: Callable[[Quantised], bool]
     room: Callable[[torch.Tensor], bool]
+    most: float
     prepared: _Move
     stored: _Move
     prepared_scale: _Move | None = None
@@ -87,34 +91,25 @@ class CodeOrder(NamedTuple):
         """Whether scales of this dtype are moved with the codes."""
         return scale.dtype is self.scale_dtype
 
-    @staticmethod
-    def each(move: _Move | None, given: torch.Tensor) -> torch.Tensor:
-        """Map each expert's part of a tensor by one of these functions, into one new tensor."""
-        if move is None:
-            raise AssertionError("no layout to move to")
-        first = move(given[0])
-        made = first.new_empty((given.shape[0], *first.shape))
-        made[0] = first
-        for expert in range(1, given.shape[0]):
-            made[expert] = move(given[expert])
-        return made
-
 
 @contextlib.contextmanager
 def rewriting() -> Iterator[Callable[[torch.Tensor, _Move, _Move], torch.Tensor]]:
-    """Yield f(given, move, back), which writes ``move`` of each expert's part over ``given``; ``back`` undoes that.
+    """Yield f(given, move, back), which writes ``move`` of some experts' parts over ``given``; ``back`` undoes that.
 
-    It returns the memory of ``given`` in its new shape. If this context fails anywhere, all tensors are as they were.
+    Both map the parts of several experts. f returns the memory of ``given`` in its new shape. If this context fails
+    anywhere, all tensors are as they were.
     """
     done: list[tuple[torch.Tensor, torch.Tensor, _Move]] = []
 
     def rewrite(given: torch.Tensor, move: _Move, back: _Move) -> torch.Tensor:
-        made = move(given[0])
-        there = given.flatten(1).view(torch.uint8).view(made.dtype).view(given.shape[0], *made.shape)
-        for expert in range(given.shape[0]):
-            _overwrite(there[expert], move(given[expert]) if expert else made)
-            done.append((given[expert], there[expert], back))
-        return there
+        many = max(1, _CHUNK_BYTES // (given[0].numel() * given.element_size()))
+        made = move(given[:many])
+        whole = given.flatten(1).view(torch.uint8).view(made.dtype).view(given.shape[0], *made.shape[1:])
+        for first in range(0, given.shape[0], many):
+            before, after = given[first : first + many], whole[first : first + many]
+            _overwrite(after, move(before) if first else made)
+            done.append((before, after, back))
+        return whole
 
     try:
         yield rewrite
@@ -193,10 +188,10 @@ def _zero(group: int) -> tuple[_Move, _Move]:
     move, back = _scale(group)
 
     def prepared(zero: torch.Tensor) -> torch.Tensor:
-        return (move(zero).to(torch.int16) - _ZERO).to(torch.int8)
+        return (move(zero).to(torch.int16) - ZERO).to(torch.int8)
 
     def stored(blocks: torch.Tensor) -> torch.Tensor:
-        return back((blocks.to(torch.int16) + _ZERO).to(torch.uint8))
+        return back((blocks.to(torch.int16) + ZERO).to(torch.uint8))
 
     return prepared, stored
 
@@ -206,7 +201,7 @@ def zero_has_room(zero: torch.Tensor | None) -> bool:
     if zero is None or zero.is_meta:
         return True
     least, most = map(int, zero.aminmax())
-    less = _ZERO if zero.dtype is torch.int8 else 0
+    less = ZERO if zero.dtype is torch.int8 else 0
     return least >= -less and most <= _MOST_ZERO - less
 
 
@@ -254,9 +249,21 @@ def _room(elements: Elements, scale: torch.Tensor) -> bool:
     return rows == 1 or float(scale.abs().max()) < 2.0 ** (127 - _E4M3_SHIFT)
 
 
+def _most(elements: Elements) -> float:
+    """No scale of w below this is too large for ``_room``, as ``quantise`` makes them."""
+    scale = elements.scale
+    if elements.name == "int4":
+        steps = 7.5 if scale is not None and scale.zero_bits else 7.0
+        return steps * (_MOST_INT4 - 4)  # bf16's next smaller number
+    if scale is not None and scale.name == "e8m0":
+        return 2.0 ** (_MOST_E8M0[elements.name] - 127 + (2 if elements.name == "e2m1" else 8) + 1)
+    blocks = scale is not None and scale.rows > 1
+    return E4M3_MOST * 2.0 ** (127 - _E4M3_SHIFT) if blocks else math.inf
+
+
 def _order(format: str) -> CodeOrder:
     elements = PRECISIONS[format].w
-    codes, scale = _codes(elements.name), elements.scale
+    codes, scale, most = _codes(elements.name), elements.scale, _most(elements)
     if scale is None:
         raise AssertionError(f"{format} has no scale")
     blocks, room = (max(BLOCK, scale.rows), max(BLOCK, scale.columns)), partial(_room, elements)
@@ -265,13 +272,13 @@ def _order(format: str) -> CodeOrder:
         return _whole(weights, *blocks) and room(weights.scale) and zero_has_room(weights.zero)
 
     if scale.name == "fp32":
-        return CodeOrder(2, fits, room, *codes, derived=None if scale.rows == 1 else _of_blocks)
+        return CodeOrder(2, fits, room, most, *codes, derived=None if scale.rows == 1 else _of_blocks)
     scales = _scale(scale.columns)
     if scale.name != "bf16":
         dtype = torch.uint8 if scale.name == "e8m0" else torch.float8_e4m3fn
-        return CodeOrder(1 if elements.bits == 4 else 2, fits, room, *codes, *scales, dtype)
+        return CodeOrder(1 if elements.bits == 4 else 2, fits, room, most, *codes, *scales, dtype)
     zeros = _zero(scale.columns) if scale.zero_bits else (None, None)
-    return CodeOrder(1, fits, room, *codes, *scales, torch.bfloat16, _in_bf16(scales[0]), *zeros)
+    return CodeOrder(1, fits, room, most, *codes, *scales, torch.bfloat16, _in_bf16(scales[0]), *zeros)
 
 
 # By format. One without an entry is read as the checkpoint has it.

@@ -18,6 +18,8 @@ _RESULTS = {
     RowOp.CLEAR: "y",
     RowOp.ACTIVATION_GRAD: "dweights",
 }
+_RESULTS |= {RowOp.QUANTIZE_WEIGHTS: "words", RowOp.MOVE_CODES: "words"}
+_RESULTS |= {RowOp.DEQUANTIZE_WEIGHTS: "w", RowOp.LARGEST_WEIGHT: "most"}
 Spoil = Callable[[int, dict[str, Any]], None]
 
 
@@ -32,6 +34,11 @@ def result_of(launch: Launch) -> int:
 def spoil(gpu: EmulatedGpu, digest: bytes, how: Spoil) -> None:
     """Have this done after each launch of a cubin, with the address of the result and the launch's words."""
     gpu.after[digest] = lambda launch: how(result_of(launch), launch.words)
+
+
+def one_bit(result: int, words: dict[str, Any]) -> None:
+    """One bit of the result is another."""
+    at(result, 3, ctypes.c_uint8)[2] ^= 16
 
 
 def one_element(result: int, words: dict[str, Any]) -> None:

@@ -18,9 +18,12 @@ from pretuned.artifacts.records.problem import RowOp
 from pretuned.kernels import rowops
 from pretuned.kernels.contract.activations import KINDS, Activation
 from pretuned.kernels.hopper_w8a8_block import scale_columns
-from pretuned.kernels.rowops import programs, rows_at_once
+from pretuned.kernels.rowops import RowOpSpec, programs, rows_at_once, tile_of, tiles
 from pretuned.runtime.ops.activation import RowActivation, by_torch
-from pretuned.runtime.weights.order import K_ORDER
+from pretuned.runtime.weights import writing
+from pretuned.runtime.weights.codes import Quantised
+from pretuned.runtime.weights.expert_weights import ExpertWeights
+from pretuned.runtime.weights.order import K_ORDER, ORDERS
 from pretuned.runtime.weights.row_codes import codes_of_rows
 
 
@@ -258,6 +261,85 @@ def clear(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers:
         at(y, rows * columns).reshape(rows, columns)[marks == 0] = 0
 
 
+def _experts(of: Elements, op: RowOp, grid: int, N: int, K: int) -> int:
+    each = tiles(RowOpSpec(op, of.dtype), 1, N, K)
+    assert grid % each == 0
+    return grid // each
+
+
+_KINDS = {0: torch.bfloat16, rowops.FP16_WEIGHTS: torch.float16, rowops.FP32_WEIGHTS: torch.float32}
+
+
+def _raw(address: int, count: int) -> torch.Tensor:
+    return torch.from_numpy(at(address, count, ctypes.c_uint8))
+
+
+def _w_at(address: int, E: int, N: int, K: int, step_expert: int, step_row: int, flags: int) -> torch.Tensor:
+    dtype = _KINDS[flags & (rowops.FP16_WEIGHTS | rowops.FP32_WEIGHTS)]
+    count = (E - 1) * step_expert + (N - 1) * step_row + K
+    return _raw(address, count * dtype.itemsize).view(dtype).as_strided((E, N, K), (step_expert, step_row, 1))
+
+
+def _beside(of: Elements, E: int, N: int, K: int, pointers: Sequence[int], flags: int) -> Quantised:
+    """The tensors of weights, over the memory that a kernel is given, in either layout."""
+    format, addresses = of.dtype.value, iter(pointers)
+    plain = writing.empty(format, E, N, K, torch.device("cpu"))
+    if flags & rowops.PREPARED:
+        order, first = ORDERS[format], [None if one is None else one[0] for one in plain]
+        moves = (order.prepared, order.prepared_scale, order.prepared_zero, None)
+        each = [one if one is None or move is None else move(one) for one, move in zip(first, moves, strict=True)]
+        plain = Quantised(*(None if one is None else one[None].expand(E, *one.shape) for one in each))
+    return Quantised(
+        *(
+            None if one is None else _raw(address, one.numel() * one.element_size()).view(one.dtype).view(one.shape)
+            for one, address in zip(plain, addresses, strict=True)
+        )
+    )
+
+
+def quantize_weights(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
+    (w, *beside), (N, K, step_expert, step_row, flags) = pointers, numbers
+    E = _experts(of, RowOp.QUANTIZE_WEIGHTS, grid, N, K)
+    with plain_torch():
+        into = _beside(of, E, N, K, beside, flags)
+        outer = None if into.global_scale is None else into.global_scale.clone()
+        given = _w_at(w, E, N, K, step_expert, step_row, flags)
+        writing.quantise_into(
+            of.dtype.value, into, given.clone(), prepared=bool(flags & rowops.PREPARED), by_torch=True
+        )
+        assert outer is None or torch.equal(outer, into.global_scale)
+
+
+def dequantize_weights(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
+    (w, *beside), (N, K, flags) = pointers, numbers
+    E = _experts(of, RowOp.DEQUANTIZE_WEIGHTS, grid, N, K)
+    with plain_torch():
+        weights = ExpertWeights(of.dtype.value, *_beside(of, E, N, K, beside, flags))
+        for expert, to in enumerate(_w_at(w, E, N, K, N * K, K, flags)):
+            to.copy_(weights.dequantize(to.dtype, expert))
+
+
+def move_codes(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
+    (stored, words), (N, K, flags) = pointers, numbers
+    E, order = _experts(of, RowOp.MOVE_CODES, grid, N, K), ORDERS[of.dtype.value]
+    with plain_torch():
+        one = writing.empty(of.dtype.value, 1, N, K, torch.device("cpu")).codes[0]
+        other, size = order.prepared(one), one.numel() * one.element_size()
+        for expert in range(E):
+            plain = _raw(stored + expert * size, size).view(one.dtype).view(one.shape)
+            made = _raw(words + expert * size, size).view(torch.int32).view(other.shape)
+            _ = plain.copy_(order.stored(made)) if flags & rowops.BACK else made.copy_(order.prepared(plain))
+
+
+def largest_weight(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
+    (w, most), (N, K, step_expert, step_row, flags) = pointers, numbers
+    E, rows = _experts(of, RowOp.LARGEST_WEIGHT, grid, N, K), tile_of(RowOp.LARGEST_WEIGHT, of.dtype).rows
+    with plain_torch():
+        bits = _w_at(w, E, N, K, step_expert, step_row, flags).float().contiguous().view(torch.int32) & 0x7FFFFFFF
+        found = [part.amax() for of_expert in bits for part in of_expert.split(rows)]
+        _raw(most, 4 * grid).view(torch.int32).copy_(torch.stack(found))
+
+
 Pass = Callable[[Elements, int, int, Sequence[int], Sequence[int]], None]
 PASSES: dict[RowOp, Pass] = {
     RowOp.GATHER: gather,
@@ -272,4 +354,8 @@ PASSES: dict[RowOp, Pass] = {
     RowOp.QUANTIZE_ROWS: functools.partial(quantize, by_row=True),
     RowOp.ORDER_CODES: order_codes,
     RowOp.ACTIVATION_ROW_CODES: functools.partial(activation_codes, by_row=True),
+    RowOp.QUANTIZE_WEIGHTS: quantize_weights,
+    RowOp.DEQUANTIZE_WEIGHTS: dequantize_weights,
+    RowOp.MOVE_CODES: move_codes,
+    RowOp.LARGEST_WEIGHT: largest_weight,
 }

@@ -180,12 +180,21 @@ def test_an_activation_with_another_number_is_found(
 
 
 @pytest.mark.parametrize("alignment", [16, 1])
-@pytest.mark.parametrize("op", [op for op in RowOp if op not in MAKES_CODES])  # (those are tried on a GPU)
+# (Those that make codes of x are tried on a GPU.)
+@pytest.mark.parametrize("op", [op for op in RowOp if op not in (*MAKES_CODES, *rowops.WEIGHT_OPS)])
 def test_passes_over_rows(op: RowOp, alignment: int, gpu: EmulatedGpu) -> None:
     kernel = row_kernel(gpu, op, alignment)
     assert proof.tried(kernel) is None
     proving.spoil(gpu, kernel.variant.cubin_sha256, proving.one_element)
     assert "wrong" in str(proof.tried(kernel))
+
+
+@pytest.mark.parametrize("spec", rowops.weight_specs(tuple(DType)), ids=str)
+def test_kernels_of_weights(spec: RowOpSpec, gpu: EmulatedGpu) -> None:
+    kernel = gpu.load(spec)
+    assert proof.tried(kernel) is None
+    proving.spoil(gpu, kernel.variant.cubin_sha256, proving.one_bit)
+    assert "bytes are wrong" in str(proof.tried(kernel))
 
 
 def test_a_trial_has_none_of_the_callers_modes(gpu: EmulatedGpu) -> None:
@@ -233,7 +242,7 @@ def test_the_errors_of_a_gpu_that_a_kernel_causes(text: str, is_fault: bool) -> 
     assert cuda.is_fault(RuntimeError(text)) == is_fault
 
 
-@pytest.mark.parametrize("name", ["catalogue-sm90", "quantised-sm90", "catalogue-sm100"])
+@pytest.mark.parametrize("name", ["catalogue-sm90", "quantised-sm90", "weights-sm90", "catalogue-sm100"])
 def test_code_that_does_nothing_is_found_whatever_it_is(name: str) -> None:
     """Every kind of shipped variant, by the runtime's own launchers, on a driver that launches nothing."""
     kinds: set[object] = set()
@@ -259,7 +268,8 @@ def test_shipped_code_for_tested_capabilities_is_judged_and_other_code_is_not() 
             here = LocalGpu(file.target.sm, Gpu("a GPU", 100, 1 << 16, 13000))
             found = {judged_on(file, i, one, here) for i, one in enumerate(file.variants())}
             assert found == (set(file.gpus) if file.gpus else {None}), path.name
-            assert bool(file.gpus) == (file.target.sm == 90)
+            untested = path.stem == "weights-sm90"  # whose self-tests run before their first use
+            assert bool(file.gpus) == (file.target.sm == 90 and not untested), path.name
 
 
 def test_a_measured_choice_judges_its_variant_and_its_runner_up_alone(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_a_bundle_that_an_earlier_version_built_hides_no_later_revision(tmp_path
 
 
 def test_preload_takes_every_pass_for_tensors_that_are_aligned_and_not(tmp_path: Path) -> None:
-    kinds = [op for op in RowOp if op not in rowops.WITHOUT_DTYPE]
+    kinds = [op for op in RowOp if op not in (*rowops.WITHOUT_DTYPE, *rowops.WEIGHT_OPS)]
     of_rows = [record(op, alignment=alignment) for op in kinds for alignment in (16, 1)]
     of_none = [
         record(RowOp.PLACE_ROWS, dtype=DType.FP32, alignment=1),
@@ -173,7 +173,7 @@ def combine(path: Path, tag: str = "") -> Path:
     return emulated_kernels.write(path, [emulated_kernels.made(RowOpSpec(RowOp.COMBINE, DType.BF16), tag=tag)])
 
 
-@pytest.mark.parametrize("op", RowOp)
+@pytest.mark.parametrize("op", [op for op in RowOp if op not in rowops.WEIGHT_OPS])
 def test_the_driver_gets_every_argument_and_the_grid(op: RowOp, gpu: EmulatedGpu) -> None:
     gpu.per_sm = 16
     kinds = rowops.arguments(op)
@@ -197,7 +197,7 @@ def test_the_driver_gets_every_argument_and_the_grid(op: RowOp, gpu: EmulatedGpu
     ] * 2
 
 
-@pytest.mark.parametrize("op", RowOp)
+@pytest.mark.parametrize("op", [op for op in RowOp if op not in rowops.WEIGHT_OPS])
 def test_a_launch_of_many_rows_has_no_more_programs_than_the_gpu_takes_at_a_time(op: RowOp, gpu: EmulatedGpu) -> None:
     """But for kernels that do not loop over rows: theirs are counted by the caller."""
     gpu.per_sm = 3

@@ -235,10 +235,14 @@ class FailsAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("at_once", [1, 32 << 20])
 @pytest.mark.parametrize("change", ["prepare", "prepare_in_place", "restore_in_place"])
 @pytest.mark.parametrize("format", ["mxfp4", "int4_g32_zp"])
-def test_what_fails_half_way_leaves_all_as_they_were(format: str, change: str) -> None:
-    """Also the codes, if it is scales or zero points that there is no memory for."""
+def test_what_fails_half_way_leaves_all_as_they_were(
+    format: str, change: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the codes, if it is scales or zero points that there is no memory for; also by some experts at a time."""
+    monkeypatch.setattr("pretuned.runtime.weights.order._CHUNK_BYTES", at_once)
     w = made(format, N=64, K=64)
     w = w.prepare() if change == "restore_in_place" else w
     before = bits_of(w)
@@ -251,6 +255,7 @@ def test_what_fails_half_way_leaves_all_as_they_were(format: str, change: str) -
             assert all(same(w, before)), at
     assert at > 20
     assert changed.is_prepared is (change != "restore_in_place")
+    assert torch.equal(changed.dequantize(torch.float32), made(format, N=64, K=64).dequantize(torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

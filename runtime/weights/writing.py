@@ -1,0 +1,230 @@
+"""Writes quantised weights: quantises floating-point w into them, and moves codes between the two layouts.
+
+torch does it expert by expert, with memory for one expert beside the result. If ``runtime/launch/weights.py`` is
+imported and a bundle has kernels for it, a GPU's weights are written by these. The bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+import torch
+
+from ...artifacts.records.precision import PRECISIONS
+from .codes import Quantised, quantise
+from .given import bad, repeated, told
+from .order import ORDERS, PREPARED_DIMS, ZERO
+
+_SCALES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+_FP16_SCALE = 65504.0 * 7  # |w| of int4 whose scale fp16 has
+_MOST_OF_A_RANGE = 2.0**127  # the difference of two numbers below it is finite
+
+Mover: TypeAlias = Callable[[torch.Tensor, torch.Tensor], bool]  # (codes in the one layout, memory in the other)
+
+
+class WriteKernels(Protocol):
+    """Kernels that do what torch does here. Each method returns False, or None, if no kernel does."""
+
+    def quantise(self, format: str, into: Quantised, w: torch.Tensor, *, prepared: bool) -> bool:
+        """Quantise w [E, N, K] into all experts' tensors."""
+
+    def mover(self, format: str, codes: torch.Tensor) -> Mover | None:
+        """What moves all experts' codes from the checkpoint's layout to the prepared one, or back."""
+
+    def dequantise(self, format: str, given: Quantised, w: torch.Tensor, *, prepared: bool) -> bool:
+        """Write the numbers of all experts' codes to w [E, N, K]."""
+
+    def most(self, w: torch.Tensor) -> torch.Tensor | None:
+        """max |w| of all w, float32 []; NaN or infinity if there is one."""
+
+
+kernels: WriteKernels | None = None  # runtime/launch/weights.py sets it
+
+
+def empty(format: str, E: int, N: int, K: int, device: torch.device) -> Quantised:
+    """New tensors for E matrices [N, K] in the checkpoint's layout; nothing is written to them."""
+    elements = PRECISIONS[format].w
+    scale = elements.scale
+    if scale is None:
+        raise AssertionError(f"{format} has no scale")
+    shape = (E, -(-N // scale.rows), -(-K // scale.columns)) if scale.columns else (E, N)
+    eight = elements.bits == 8
+    return Quantised(
+        torch.empty((E, N, K if eight else K // 2), dtype=torch.float8_e4m3fn if eight else torch.uint8, device=device),
+        torch.empty(shape, dtype=_SCALES[scale.name], device=device),
+        torch.empty(shape, dtype=torch.uint8, device=device) if scale.zero_bits else None,
+        None if scale.outer is None else torch.empty(E, dtype=torch.float32, device=device),
+    )
+
+
+def check_plain(format: str, w: object, shape: torch.Size | None = None) -> torch.Tensor:
+    """w [E, N, K], detached, if it can be quantised; its numbers are not read.
+
+    Raises
+    ------
+    InputError
+        for another ``shape``, a dtype that is no floating-point type, a wrapper of tensors, a meta tensor, and expanded
+        memory.
+    """
+    if not isinstance(w, torch.Tensor) or w.dim() != 3 or not w.is_floating_point() or not w.numel():
+        raise bad("w", told(w), "[E, N, K] of a floating-point type, E, N and K of at least 1")
+    if hasattr(type(w), "__tensor_flatten__"):
+        raise bad("w", f"a {type(w).__name__}", "a tensor with memory of its own: of a DTensor pass full_tensor()")
+    if shape is not None and w.shape != shape:
+        raise bad("w", told(w), f"{list(shape)}, as the weights that are written have it")
+    if shape is not None and w.is_meta:
+        raise bad("w", "on meta, without numbers", "a tensor on a device")
+    if w.layout is torch.strided and repeated(w):
+        raise bad("w", f"with strides {list(w.stride())}, which repeats elements", "memory for each of them")
+    if PRECISIONS[format].w.bits == 4 and w.shape[2] % 2:
+        raise bad("w", told(w), "an even K: two codes share a byte")
+    return w.detach()
+
+
+def check_numbers(format: str, w: torch.Tensor, scale_dtype: torch.dtype, *, prepared: bool) -> None:
+    """Read w once, and wait for its device.
+
+    Raises
+    ------
+    InputError
+        for NaN, infinity, and a number whose scale would be too large for kernels of prepared weights or for fp16.
+    """
+    with torch.no_grad():
+        found = kernels.most(w) if kernels is not None and w.is_cuda else None
+        if found is None:
+            found = torch.stack([torch.stack(of_expert.aminmax()).abs().amax() for of_expert in w]).amax()
+    most = float(found.float())  # of float64, too
+    if not most < float("inf"):
+        raise bad("w", "NaN or infinite in places", "finite numbers")
+    scale = PRECISIONS[format].w.scale
+    room = ORDERS[format].most if prepared else float("inf")
+    if scale is not None and scale.zero_bits:
+        room = min(room, _MOST_OF_A_RANGE)
+    if scale_dtype is torch.float16:
+        room = min(room, _FP16_SCALE)
+    if most >= room:
+        layout = " prepared" if prepared else ""
+        raise bad("w", f"as large as {most:g}", f"below {room:g}, what{layout} {format} weights have room for")
+
+
+def quantise_into(format: str, into: Quantised, w: torch.Tensor, *, prepared: bool, by_torch: bool = False) -> None:
+    """Quantise w [E, N, K] into the tensors of weights in either layout; ``by_torch`` with no kernel."""
+    on_gpu = w.is_cuda and w.device == into.codes.device and not by_torch
+    if kernels is not None and on_gpu and kernels.quantise(format, into, w, prepared=prepared):
+        for one in into:
+            _written(one)
+        return
+    moves: list[Callable[[torch.Tensor], torch.Tensor] | None] = [None] * len(into)
+    if prepared:
+        order = ORDERS[format]
+        of_scale = order.prepared_scale if into.scale.dim() == PREPARED_DIMS - 1 else None  # another dtype's stay
+        moves = [order.prepared, of_scale, order.prepared_zero, None]
+    for expert, of_expert in enumerate(w):
+        made = quantise(format, of_expert.to(into.codes.device), into.scale.dtype)
+        for to, one, move in zip(into, made, moves, strict=True):
+            if to is not None and one is not None:
+                with torch.inference_mode(to.is_inference()), torch.no_grad():
+                    to[expert].copy_(one if move is None else move(one))
+
+
+def _written(tensor: torch.Tensor | None) -> None:
+    """Count a write that torch does not see, so that a backward pass that saved the tensor fails."""
+    if tensor is not None and not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def by_kernel(format: str, given: Quantised, w: torch.Tensor, *, prepared: bool) -> bool:
+    """Write the numbers of weights to w [E, N, K], if a kernel does."""
+    return kernels is not None and w.is_cuda and kernels.dequantise(format, given, w, prepared=prepared)
+
+
+def mover(format: str, codes: torch.Tensor | None) -> Mover | None:
+    """The kernel that moves codes, if there is one. To find it may load and test code: hold no lock meanwhile."""
+    return None if kernels is None or codes is None or not codes.is_cuda else kernels.mover(format, codes)
+
+
+def move_codes(format: str, given: torch.Tensor, to: torch.Tensor, by: Mover | None = None) -> None:
+    """Copy codes to memory in either layout, on any device; on one by a kernel, if there is one."""
+    order = ORDERS.get(format)
+    back = to.dim() < given.dim()
+    move = None if order is None or to.dim() == given.dim() else order.stored if back else order.prepared
+    with torch.inference_mode(to.is_inference()), torch.no_grad():
+        if move is None:
+            to.copy_(given)
+            return
+        if by is not None and given.device == to.device and by(given, to):
+            _written(to)
+            return
+        for expert in range(to.shape[0]):
+            to[expert].copy_(move(given[expert].to(to.device)))
+
+
+def move_scale(format: str, given: torch.Tensor, to: torch.Tensor) -> None:
+    """Copy scales or zero points to memory in either layout, on any device: in one permuted copy."""
+    with torch.inference_mode(to.is_inference()), torch.no_grad():
+        if to.dim() == given.dim() or to.dim() < 3:
+            to.copy_(given)
+        elif to.device != given.device:
+            for expert in range(to.shape[0]):
+                move_scale(format, given[expert : expert + 1].to(to.device), to[expert : expert + 1])
+        elif to.dim() == PREPARED_DIMS - 1:
+            bytes_of(to).copy_(_by_blocks(given, to))
+            if to.dtype is torch.int8:
+                to.sub_(ZERO)
+        else:
+            _by_blocks(to, given).copy_(bytes_of(given + ZERO if given.dtype is torch.int8 else given))
+
+
+def bytes_of(scale: torch.Tensor) -> torch.Tensor:
+    """Scales and zero points of one byte as uint8: not every torch can move float8."""
+    return scale.view(torch.uint8) if scale.element_size() == 1 else scale
+
+
+def _by_blocks(scale: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Scales [E, N, groups] in the order of prepared ones: a view."""
+    E, row_blocks, column_blocks, rows, groups = blocks.shape
+    return bytes_of(scale).view(E, row_blocks, rows, column_blocks, groups).transpose(2, 3)
+
+
+def prepared_scale(format: str, scale: torch.Tensor) -> torch.Tensor:
+    """Scales or zero points [E, N, groups] in the prepared layout, in new memory."""
+    E, N, width = scale.shape
+    of = PRECISIONS[format].w.scale
+    groups = max(1, 64 // (of.columns if of is not None else 64))
+    dtype = torch.int8 if of is not None and of.zero_bits and scale.dtype is torch.uint8 else scale.dtype
+    made = torch.empty((E, N // 64, width // groups, 64, groups), dtype=dtype, device=scale.device)
+    move_scale(format, scale, made)
+    return made
+
+
+def stored_scale(format: str, scale: torch.Tensor) -> torch.Tensor:
+    """Prepared scales or zero points in the checkpoint's layout, in new memory."""
+    E, row_blocks, column_blocks, rows, groups = scale.shape
+    dtype = torch.uint8 if scale.dtype is torch.int8 else scale.dtype
+    made = torch.empty((E, row_blocks * rows, column_blocks * groups), dtype=dtype, device=scale.device)
+    move_scale(format, scale, made)
+    return made
+
+
+def prepared_codes(format: str, codes: torch.Tensor, by: Mover | None = None) -> torch.Tensor:
+    """Codes [E, N, K] or [E, N, K/2] in the prepared layout, in new memory."""
+    E, N, last = codes.shape
+    bits = PRECISIONS[format].w.bits
+    K = last * 8 // bits
+    made = codes.new_empty((E, N // 64, K // 64, 64, 4, 2 if bits == 4 else 4), dtype=torch.int32)
+    move_codes(format, codes, made, by)
+    return made
+
+
+def stored_codes(format: str, codes: torch.Tensor, by: Mover | None = None) -> torch.Tensor:
+    """Prepared codes in the checkpoint's layout, in new memory."""
+    if codes.dim() != PREPARED_DIMS:
+        raise AssertionError(f"codes of {codes.dim()} dimensions are not prepared")
+    E, row_blocks, blocks = codes.shape[:3]
+    bits = PRECISIONS[format].w.bits
+    made = codes.new_empty(
+        (E, row_blocks * 64, blocks * 64 * bits // 8), dtype=torch.uint8 if bits == 4 else torch.float8_e4m3fn
+    )
+    move_codes(format, codes, made, by)
+    return made

@@ -1,0 +1,211 @@
+"""Weights that row kernels write and read: which calls they take, on the emulated GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import emulated_kernels
+import pytest
+import torch
+from emulated_driver import H200, EmulatedGpu, emulated
+
+from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import RowOp
+from pretuned.kernels import rowops
+from pretuned.kernels.launchable import unlaunchable
+from pretuned.runtime import ExpertWeights, reload
+from pretuned.runtime.launch import weights as launch_weights
+from pretuned.runtime.locks import lock
+from pretuned.runtime.weights import writing
+
+E, N, K = 3, 128, 192
+FORMATS = [one.value for one in DType if one.quantised]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture
+def gpu(clean_places: Path) -> Iterator[EmulatedGpu]:
+    """With a bundle of all kernels of weights."""
+    every = [emulated_kernels.made(spec) for spec in rowops.weight_specs(tuple(DType))]
+    emulated_kernels.write(clean_places / "weights.msgpack", every)
+    with emulated(EmulatedGpu(H200)) as found:
+        reload()
+        yield found
+        found.visible = True
+
+
+def numbers(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (torch.randn(E, N, K, generator=torch.Generator().manual_seed(seed)) * 0.05).to(dtype)
+
+
+def bits(w: ExpertWeights) -> list[torch.Tensor]:
+    return [one.reshape(-1).view(torch.uint8).clone() for one in w.tensors().values()]
+
+
+def same(w: ExpertWeights, want: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(bits(w), want, strict=True))
+
+
+def ops(gpu: EmulatedGpu) -> list[RowOp]:
+    """What calls launched since, and no self-test: that has a stream of its own."""
+    own = launch_weights.current_stream(0)
+    found = [one.code.op for one in gpu.passes if isinstance(one.code.op, RowOp) and one.stream == own]
+    gpu.launches.clear()
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_all_is_done_by_kernels(
+    format: str, dtype: torch.dtype, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w, new = numbers(0, dtype), numbers(1, dtype)
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "kernels", None)
+        plain = ExpertWeights.quantize(w, format)
+        want = [bits(plain), bits(ExpertWeights.quantize(new, format))]
+        can = plain.can_be_prepared
+        values = plain.dequantize(dtype)
+        ready = plain.prepare()
+        want += [bits(ready), bits(ExpertWeights.quantize(new, format).prepare())]
+    assert not gpu.launches
+    outer = [RowOp.LARGEST_WEIGHT] if format == "nvfp4" else []
+    made = ExpertWeights.quantize(w, format)
+    assert ops(gpu) == [RowOp.LARGEST_WEIGHT, *outer, RowOp.QUANTIZE_WEIGHTS]
+    assert same(made, want[0])
+    assert torch.equal(made.dequantize(dtype), values)
+    assert ops(gpu) == [RowOp.DEQUANTIZE_WEIGHTS]
+    assert same(made.copy_(new, check=False), want[1])
+    assert ops(gpu) == [*outer, RowOp.QUANTIZE_WEIGHTS]
+    assert can == (K % 128 == 0 or not format.startswith(("fp8_block", "int4_g128")))
+    if not can:
+        return
+    made = ExpertWeights.quantize(w, format)
+    stored = ExpertWeights.quantize(w, format)
+    ops(gpu)
+    made = made.prepare()
+    assert ops(gpu) == [RowOp.MOVE_CODES]
+    assert same(made, want[2])
+    assert torch.equal(made.dequantize(dtype), values)
+    assert ops(gpu) == [RowOp.DEQUANTIZE_WEIGHTS]
+    assert same(made.restore(), want[0])
+    assert ops(gpu) == [RowOp.MOVE_CODES]
+    assert same(made.copy_(new), want[3])
+    assert ops(gpu) == [RowOp.LARGEST_WEIGHT, *outer, RowOp.QUANTIZE_WEIGHTS]
+    assert same(made.copy_(stored), want[2])
+    assert ops(gpu) == [RowOp.MOVE_CODES]
+
+
+def test_what_kernels_do_not_take_torch_does(gpu: EmulatedGpu) -> None:
+    wide = torch.cat([numbers(1), numbers(1)], 1)
+    bent = torch.zeros(E * N * K + 1, dtype=torch.bfloat16)[1:].view(E, N, K).copy_(numbers(1))
+    for given, taken in (
+        (wide[:, N:], True),  # rows of a fused tensor
+        (wide[::1, ::2], True),  # each other row
+        (numbers(1).mT.contiguous().mT, False),
+        (bent, False),
+        (numbers(1).double(), False),
+    ):
+        w = ExpertWeights.quantize(numbers(0), "mxfp4").prepare()
+        ops(gpu)
+        w.copy_(given)
+        assert (RowOp.QUANTIZE_WEIGHTS in ops(gpu)) is taken
+        assert same(w, bits(ExpertWeights.quantize(given, "mxfp4").prepare()))
+    plain = ExpertWeights.quantize(numbers(0), "int4_g32")
+    w = ExpertWeights.int4(plain.codes, plain.scale.float())
+    ops(gpu)
+    w.copy_(numbers(1))
+    assert ops(gpu) == [RowOp.LARGEST_WEIGHT]
+    assert torch.equal(w.codes, ExpertWeights.quantize(numbers(1), "int4_g32").codes)
+    ops(gpu)
+    odd = ExpertWeights.quantize(torch.randn(2, 10, 40), "fp8_channel")
+    assert RowOp.QUANTIZE_WEIGHTS not in ops(gpu)
+    odd.dequantize()
+    assert ops(gpu) == []
+
+
+def test_numbers_that_are_none_are_found_by_the_kernel(gpu: EmulatedGpu) -> None:
+    w = ExpertWeights.quantize(numbers(0), "mxfp4").prepare()
+    before = bits(w)
+    for value in (float("nan"), float("inf"), -16.0):
+        new = numbers(1)
+        new[2, 77, 5] = value
+        ops(gpu)
+        with pytest.raises(InputError, match=r"NaN or infinite|as large as 16"):
+            w.copy_(new)
+        assert ops(gpu) == [RowOp.LARGEST_WEIGHT]
+        assert same(w, before)
+
+
+@pytest.mark.parametrize("format", ["fp8_channel", "mxfp4", "int4_g32_zp", "nvfp4"])
+def test_writes_of_kernels_are_counted(format: str, gpu: EmulatedGpu) -> None:
+    """A backward pass that saved the tensors is to fail, and what is derived of scales to be made anew."""
+    w, stored = ExpertWeights.quantize(numbers(0), format).prepare(), ExpertWeights.quantize(numbers(1), format)
+    versions = [one._version for one in w.tensors().values()]
+    for given in (stored, numbers(1)):
+        gpu.launches.clear()
+        w.copy_(given, check=False)
+        assert len(ops(gpu)) >= 1
+        now = [one._version for one in w.tensors().values()]
+        assert all(one > before for one, before in zip(now, versions, strict=True))
+        versions = now
+    with torch.inference_mode():
+        of_no_version = ExpertWeights.quantize(numbers(0), format).copy_(numbers(1))
+    assert same(of_no_version, bits(stored))
+
+
+def test_kernels_are_launched_on_the_weights_device(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever GPU is torch's current one."""
+    gpu.count = 2
+    w, stored = ExpertWeights.quantize(numbers(0), "nvfp4").prepare(), ExpertWeights.quantize(numbers(1), "nvfp4")
+    own, seen = launch_weights.current_stream, []
+
+    def current_stream(device: int) -> int:
+        seen.append((device, gpu.current))
+        return own(device)
+
+    monkeypatch.setattr(launch_weights, "current_stream", current_stream)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 1)
+    w.copy_(numbers(1))
+    w.copy_(stored)
+    w.dequantize()
+    assert seen == [(1, 1)] * 5  # two searches for the largest, quantised, moved, dequantised
+    assert gpu.current == 0
+
+
+def test_no_kernel_is_looked_for_while_weights_are_locked(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find one may wait for a self-test, which may wait for that lock."""
+    found, seen = launch_weights.RowKernels.mover, []
+
+    def mover(self: launch_weights.RowKernels, format: str, codes: torch.Tensor) -> writing.Mover | None:
+        seen.append(lock("prepare")._is_owned())  # type: ignore[attr-defined]
+        return found(self, format, codes)
+
+    monkeypatch.setattr(launch_weights.RowKernels, "mover", mover)
+    w = ExpertWeights.quantize(numbers(0), "fp8_channel").prepare()
+    w.restore().prepare_in_place().restore_in_place()
+    assert seen == [False] * 4
+
+
+def test_without_a_kernel_torch_does_it(clean_places: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with emulated(EmulatedGpu(H200)) as found, caplog.at_level("INFO"):
+        reload()
+        made = ExpertWeights.quantize(numbers(0), "int4_g64_zp").prepare().copy_(numbers(1))
+        assert not found.passes
+    assert same(made, bits(ExpertWeights.quantize(numbers(1), "int4_g64_zp").prepare()))
+    told = "no usable bundle has a kernel for quantize_weights int4_g64_zp: torch does it"
+    assert any(told in one.getMessage() for one in caplog.records)
+
+
+def test_a_record_with_another_tile_is_not_launched() -> None:
+    """The grid is counted by this version's tiles."""
+    variant, _ = emulated_kernels.made(rowops.RowOpSpec(RowOp.QUANTIZE_WEIGHTS, DType.MXFP4))
+    assert unlaunchable(variant) is None
+    assert "this version launches block 128 w4" in str(
+        unlaunchable(variant._replace(config=(("block", 64), ("num_warps", 4))))
+    )
+    assert "no kernel for bf16" in str(unlaunchable(variant._replace(dtype=DType.BF16)))
+    assert "no kernel for fp8_block_a16" in str(unlaunchable(variant._replace(dtype=DType.FP8_BLOCK_A16)))
+    assert launch_weights.KIND_FLAGS.keys() == set(DTYPES)
