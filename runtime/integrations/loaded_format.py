@@ -10,8 +10,8 @@ import torch
 
 from ..artifacts.errors import InputError
 from ..artifacts.records.precision import PRECISIONS, DType, Scale, dtypes_of
+from ..runtime.api.expert_weights import ExpertWeights
 from ..runtime.weights.codes import unpack
-from ..runtime.weights.expert_weights import ExpertWeights
 from ..runtime.weights.packings import awq_experts, gptq_experts, packed_experts
 
 GROUPS = (32, 64, 128)  # of int4

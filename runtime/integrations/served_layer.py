@@ -16,6 +16,7 @@ from ..kernels.hopper_w4a16 import padded_width
 from ..kernels.registry import has_code
 from ..kernels.rowops import CODE_OPS
 from ..runtime import hooks
+from ..runtime.api.expert_weights import ExpertWeights
 from ..runtime.dispatch import snapshot as dispatch_snapshot
 from ..runtime.dispatch.decide import Decision, settle
 from ..runtime.dispatch.ranking import Match, Origin
@@ -23,7 +24,6 @@ from ..runtime.driver.device import platform_name, platform_supported
 from ..runtime.inspect.preload import Preloaded, preload
 from ..runtime.ops.activation import RowActivation
 from ..runtime.settings import BATCH_INVARIANT, Invariance, settings
-from ..runtime.weights.expert_weights import ExpertWeights
 from ..runtime.weights.padding import padded
 
 if TYPE_CHECKING:
@@ -210,10 +210,8 @@ def pad_bias(bias: torch.Tensor, own: int, width: int, act: RowActivation) -> to
     return made.flatten(1)
 
 
-def follow(first: Iterable[ExpertWeights], now: Iterable[ExpertWeights], *, copied: bool = False) -> None:
-    """Copy what belongs to weights loaded again to where the first ones have it: a captured graph reads it there.
-
-    The engine copies its parameters itself; with ``copied`` all tensors that are elsewhere are copied here.
+def follow(first: Iterable[ExpertWeights], now: Iterable[ExpertWeights]) -> None:
+    """Copy weights loaded again, where they are elsewhere, to where the first ones are: a captured graph reads them.
 
     Raises
     ------
@@ -223,9 +221,9 @@ def follow(first: Iterable[ExpertWeights], now: Iterable[ExpertWeights], *, copi
     for old, new in zip(first, now, strict=True):
         if old.is_prepared != new.is_prepared:
             raise InputError(f"pretuned: the weights loaded again are {new}, the first were {old}: start anew")
-        tensors = new.tensors() if copied else {}
+        tensors = new.tensors()
         for name, mine in old.tensors().items():
-            if name in tensors and tensors[name].data_ptr() != mine.data_ptr():
+            if tensors[name].data_ptr() != mine.data_ptr():
                 mine.copy_(tensors[name])
         if old.derived is not None and new.derived is not None:
             old.derived.copy_(new.derived)

@@ -5,6 +5,7 @@ That is an unquantised layer of SGLang's with the weights that the codes stand f
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -419,6 +420,79 @@ def test_weights_are_put_back_and_loaded_again_where_they_were(name: str, monkey
     for one, another in zip(tensors(first), tensors(fresh.pretuned_experts.weights), strict=True):
         assert torch.equal(one.view(torch.uint8), another.view(torch.uint8))
     assert not torch.allclose(ask(layer, *question()), before)
+
+
+class Named(torch.nn.Module):
+    """A model of one layer that loads by name, as SGLang's models do."""
+
+    def __init__(self, layer: Any, name: str) -> None:
+        super().__init__()
+        self.experts, self._name = layer, name
+
+    def load_weights(self, named: Any) -> None:
+        for path, tensor in named:
+            _, expert, shard, suffix = path.split(".")
+            which = "w2" if shard == "w2" else "w13"
+            parameter = getattr(self.experts, f"{which}_{suffix}")
+            place = f"experts.{which}_{suffix}"
+            parameter.weight_loader(parameter, tensor, place, shard_id=shard, expert_id=int(expert))
+
+
+def names_of(name: str, given: list[Any], experts: Any = range(E)) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors of some experts, by name."""
+    found = {}
+    for e in experts:
+        parts = {
+            "w1": (0, slice(0, KINDS[name].width)),
+            "w3": (0, slice(KINDS[name].width, None)),
+            "w2": (1, slice(None)),
+        }
+        for shard, (product, rows) in parts.items():
+            for suffix, tensor in checkpoint(name, given[product], e, rows).items():
+                found[f"experts.{e}.{shard}.{suffix}"] = tensor
+    return found
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8 rows", "compressed int4", "awq", "nvfp4", "compressed int4 padded"])
+def test_a_trainer_s_tensors_by_sglang_s_weight_updater(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All experts in buckets of any order, then two experts alone: the same bits as of a fresh layer, in place."""
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    load(monkeypatch, PRETUNED_SGLANG="1")
+    monkeypatch.setattr(weight_updater.WeightUpdater, "_assert_weight_cache_inactive", lambda *_: None)
+    monkeypatch.setattr(weight_updater, "_unwrap_tensor", lambda tensor, **_: tensor)
+    monkeypatch.setattr(weight_updater, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
+    first, other, third = (matrices(kind, seed) for seed in range(3))
+    layer = fused(quant_config(kind), **sizes(kind))
+    fill(layer, kind, first)
+    layer.quant_method.process_weights_after_loading(layer)
+    model, held = Named(layer, kind), layer.pretuned_experts.weights
+    places = [one.data_ptr() for one in tensors(held)]
+    fields = dict.fromkeys(("tp_rank", "gpu_id", "model_config", "update_model_fields", "recapture_cuda_graph"))
+    updater = weight_updater.WeightUpdater(
+        **fields, device="cpu", custom_weight_loaders={}, get_model=lambda: model, get_model_runner=lambda: None
+    )
+
+    def refit(named: dict[str, torch.Tensor], order: list[str]) -> None:
+        updater.begin_weight_update()
+        for bucket in (order[: len(order) // 3], order[len(order) // 3 :]):
+            done, told = updater.update_weights_from_tensor([(one, named[one]) for one in bucket])
+            assert done, told
+        updater.end_weight_update(run_post_load=False)
+
+    for given, want in (
+        (names_of(kind, other), (other, ())),
+        (names_of(kind, third, (1, 3)), (other, (1, 3))),
+    ):
+        refit(given, random.Random(1).sample(sorted(given), len(given)))
+        fresh = fused(quant_config(kind), **sizes(kind))
+        fill(fresh, kind, want[0])
+        Named(fresh, kind).load_weights(names_of(kind, third, want[1]).items())
+        fresh.quant_method.process_weights_after_loading(fresh)
+        assert [one.data_ptr() for one in tensors(layer.pretuned_experts.weights)] == places
+        for one, another in zip(tensors(held), tensors(fresh.pretuned_experts.weights), strict=True):
+            assert torch.equal(one.view(torch.uint8), another.view(torch.uint8))
+        torch.testing.assert_close(ask(layer, *question()), ask(fresh, *question()), rtol=0, atol=0)
 
 
 def test_weights_that_can_not_be_prepared_go_to_sglang_s_own_runner(

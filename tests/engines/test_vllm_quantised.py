@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,6 +162,31 @@ def test_weights_that_are_loaded_again(kind: str, pair: Pair, tmp_path: Path) ->
     assert first != second
     assert second == own
     assert in_place
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4_zero", "nvfp4"], indirect=True, scope="module")
+def test_weights_come_again_in_any_order(kind: str, pair: Pair, tmp_path: Path) -> None:
+    """By name, as a trainer sends them; a refit that is refused changes nothing."""
+    from safetensors.torch import load_file
+
+    other = _KINDS[kind](tmp_path, seed=1)
+    settings = {"dtype": "bfloat16", **_SETTINGS.get(kind, {})}
+    own = run(other.quantised, "1", generate, **settings)
+    (every,) = (load_file(one) for one in other.quantised.glob("*.safetensors"))
+
+    def ask(llm: Any) -> list[Told]:
+        found, before = [], pointers(llm)
+        for names in (sorted(every, reverse=True), random.Random(3).sample(sorted(every), len(every))):
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(pair.quantised)})
+            assert generate(llm) != own
+            given = ((name, every[name]) for name in names)
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": given})
+            found.append(generate(llm))
+        assert pointers(llm) == before
+        return found
+
+    for said in run(pair.quantised, "1", ask, **settings, enable_prefix_caching=False):
+        assert said == own
 
 
 def pointers(llm: Any) -> list[int]:

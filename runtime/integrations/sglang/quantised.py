@@ -126,7 +126,7 @@ class Experts:
         if first is None or not (self.is_padded or all(map(_in_one_place, first, given))):
             first = given
         else:
-            follow(first, given, copied=True)
+            follow(first, given)
         for which, of_product in zip(_WHICH, first, strict=True):
             for end, made in zip(form.ends[:2], (of_product.codes, of_product.scale), strict=True):
                 name = f"{which}_{end}"

@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...runtime.api.expert_weights import ExpertWeights
 from ...runtime.check.tensors import bad
 from ...runtime.driver.device import capturing
 from ...runtime.locks import lock
 from ...runtime.weights.codes import E8M0
-from ...runtime.weights.expert_weights import ExpertWeights, checked, int4_format, scale_shape, synchronize, version_of
+from ...runtime.weights.expert_weights import checked, int4_format, scale_shape, synchronize, version_of
 from ...runtime.weights.given import fit, has_nan
 from ...runtime.weights.order import ORDERS, PREPARED_DIMS
 from ...runtime.weights.packings import fp8_scale
+from ...runtime.weights.writing import mover, prepared_codes
 from ..loaded_format import scale_of_rows
 
 _NAME = "_pretuned_weights"
@@ -453,7 +455,13 @@ def _prepared_state(
             if key == keys[0] and of_fp8 and not plain.is_meta and has_nan(plain):
                 return None
             if move is not None and held.dim() >= PREPARED_DIMS - 1:
-                made[key] = _like(given, torch.stack([move(of_expert) for of_expert in plain.flatten(2)]))
+                flat = plain.flatten(2)
+                moved = (
+                    prepared_codes(format, flat, mover(format, flat))
+                    if key == keys[0]
+                    else torch.stack([move(one) for one in flat])
+                )
+                made[key] = _like(given, moved)
     return made
 
 

@@ -1,8 +1,8 @@
 """vLLM's MoE layers with quantised weights on pretuned: what is loaded, how it is prepared, and which layers it is for.
 
 The tensors of the checkpoint are loaded as they are, and the layer's parameters become prepared ones, a product at a
-time. Weights that are loaded again (``reload_weights``) are prepared likewise, before vLLM copies them to where the
-first ones are, so a captured graph goes on.
+time. Weights that are loaded again (``reload_weights``) are written over the first ones, so a captured graph goes on;
+vLLM then copies each parameter to where it is.
 
 Whatever fails while the weights are prepared, or with the first token, vLLM's own method takes the layer: it gets the
 weights that were loaded, in the checkpoint's layout.
@@ -32,7 +32,7 @@ from ...runtime.weights.checkpoints import gptq_zeros
 from ...runtime.weights.expert_weights import ExpertWeights
 from ..loaded_format import A4, STATIC_X, LoadedFormat, int4_name, order_refusal
 from ..plug_in import VLLM as PLUG_IN
-from ..served_layer import follow, pad_bias, prepared, widened
+from ..served_layer import pad_bias, prepared, widened
 from .experts import (
     ActivationNumbers,
     PretunedBatchedExperts,
@@ -400,16 +400,34 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
             for name in names:
                 if name not in getattr(layer, "_loaded_expert_biases", names):
                     layer.register_parameter(name, None)
+        if self.moe_kernel is not None:
+            self._write_again(layer, self.moe_kernel.fused_experts.weights)
+            self._pad_bias(layer)
+            return
         given = tuple(self._prepared(layer, which) for which in ("w13", "w2"))
         self._pad_bias(layer)
-        if self.moe_kernel is not None:
-            follow(self.moe_kernel.fused_experts.weights, given)  # vLLM copies the parameters
-            return
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = _kernel(self, layer)
         self.moe_kernel.fused_experts.weights, self.moe_kernel.fused_experts.act = given, self.act
         self._rows = tuple(one.codes.view(*one.shape[:2], -1) for one in given)  # type: ignore[assignment]
         load_kernels(layer_of(self.moe, self.act, self.format.dtype))
+
+    def _write_again(self, layer: Any, first: tuple[ExpertWeights, ...]) -> None:
+        """Write weights that were loaded again over the first: a captured graph reads them there.
+
+        Raises
+        ------
+        InputError
+            for weights that the first's layout has no room for; nothing was written then.
+        """
+        every = []
+        for which, old in zip(("w13", "w2"), first, strict=True):
+            given = self._padded(layer, which, self._tensors(layer, which))
+            if old.is_prepared != given.can_be_prepared:
+                raise InputError(f"pretuned: the weights loaded again are {given}, the first were {old}: start anew")
+            every.append((which, old, given))
+        for which, old, given in every:
+            self._replace(layer, which, old.copy_(given, check=False))
 
     def _give_back(self, layer: Any) -> None:
         """Have vLLM's own method take the layer, with the weights that were loaded."""
@@ -444,16 +462,24 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     def _prepared(self, layer: Any, which: str) -> ExpertWeights:
         """The weights of one product, in whose place the layer has prepared parameters."""
-        loaded = {end: getattr(layer, f"{which}_{end}").data for end in self.format.ends}
+        loaded = self._tensors(layer, which)
         if self.own is not None:
             self._loaded |= {f"{which}_{end}": loaded[end] for end in self.format.lost}
         given = self._padded(layer, which, loaded)
         (made,) = prepared((given,), "PRETUNED_VLLM", on_gpu=current_platform.is_cuda())
+        self._replace(layer, which, made)
+        return made
+
+    def _tensors(self, layer: Any, which: str) -> dict[str, torch.Tensor]:
+        """What is loaded of one product."""
+        return {end: getattr(layer, f"{which}_{end}").data for end in self.format.ends}
+
+    def _replace(self, layer: Any, which: str, made: ExpertWeights) -> None:
+        """Have the layer's parameters be the tensors of prepared weights."""
         for end, tensor in self.format.made(made).items():
             name = f"{which}_{end}"
             if self.format.is_copied or tensor.shape != getattr(layer, name).shape:
                 layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
-        return made
 
     @property
     def _width(self) -> int:

@@ -260,7 +260,7 @@ def test_weights_loaded_again_are_copied_to_where_the_first_are() -> None:
         [ExpertWeights.quantize(torch.randn(2, 64, 64, generator=draw), "int4_g32_zp").prepare()] for _ in range(2)
     )
     pointers = [one.data_ptr() for one in first[0].tensors().values()]
-    follow(first, now, copied=True)
+    follow(first, now)
     assert [one.data_ptr() for one in first[0].tensors().values()] == pointers
     assert torch.equal(first[0].dequantize(), now[0].dequantize())
 
