@@ -62,6 +62,7 @@ BENCHMARKS = (
         f"{GPU} of 9.0, a bundle of candidates",
     ),
     Benchmark("speed", "quantised_layer", "what quantising the activation in its own pass saves a layer", GPU),
+    Benchmark("speed", "refit", "new weights: quantise, prepare, restore and copy, torch and row kernels", GPU),
     Benchmark("speed", "mantissas", "why fp16 is slower than bf16", f"{BUNDLES}: those of dtypes"),
     Benchmark("speed", "freed", "what freeing much memory does to later launches", GPU),
     Benchmark("start", "structure", "how much code there is, and how much of it a first call needs", "pytest"),

@@ -13,7 +13,7 @@ import warm
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-WORDS = {"serve.py": ("--steps", "4"), "finetune.py": ("--steps", "20")}
+WORDS = {"serve.py": ("--steps", "4"), "finetune.py": ("--steps", "20"), "refit.py": ("--steps", "12")}
 ELSEWHERE = {"finetune_lora.py"}  # on a checkpoint of its own: runtime/test_finetuning_md.py
 
 
@@ -60,6 +60,15 @@ def test_each_step_is_served_in_the_next_size(told: dict[str, str]) -> None:
     for tokens, size, square in steps:
         assert int(size) == min(one for one in (1, 8, 64) if one >= int(tokens))
         assert float(square) > 0
+
+
+def test_the_twin_follows_the_layer(told: dict[str, str]) -> None:
+    """It is of the weights after the step, and so ahead of the loss before it."""
+    pairs = re.findall(r"loss ([\d.]+), of the fp8_block twin ([\d.]+)", told["refit.py"])
+    losses, twins = ([float(pair[at]) for pair in pairs] for at in (0, 1))
+    assert len(losses) == 12
+    assert twins[-1] < 0.7 * losses[0]
+    assert all(abs(twin - after) < 0.1 * after for twin, after in zip(twins, losses[1:], strict=False))
 
 
 def test_the_layer_learns(told: dict[str, str]) -> None:

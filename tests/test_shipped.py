@@ -29,12 +29,13 @@ from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.format.schema import read_measured
 from pretuned.artifacts.records.bundle import Choice, Source, Way
 from pretuned.artifacts.records.precision import PRECISIONS, DType
-from pretuned.artifacts.records.problem import Fusion, Op, Problem
+from pretuned.artifacts.records.problem import Fusion, Op, Problem, RowOp
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.kernels.contract.config import Schedule
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.plans import with_plans
 from pretuned.kernels.registry import ENTRIES, entry_of
+from pretuned.kernels.rowops import RowOpSpec, weight_specs
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.places import Kind, Place, candidates_file, candidates_name
 from pretuned.runtime.dispatch.ranking import Origin
@@ -49,6 +50,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 DIGITS = 16  # of a SHA-256, in the lists of what memcheck and racecheck saw
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 CATALOGUE, FP16, OF_CODES = "catalogue-sm90", "fp16-sm90", "quantised-sm90"
+OF_WEIGHTS = "weights-sm90"  # which no choice names, and no model
 MEASURED = [  # bundle, a journal of it, the GPU
     (CATALOGUE, "catalogue-h100.journal.xz", H100),
     (CATALOGUE, "catalogue-h200.journal.xz", H200),
@@ -88,7 +90,7 @@ LATER = (
 MEASURED_PART = 0.977
 MOST_CONFIGS = 24  # of all builds and GPUs: they have most in common
 MOST_BYTES = 45_000_000
-MOST_PRESSED_BYTES = 5_000_000
+MOST_PRESSED_BYTES = 5_100_000
 MOST_CANDIDATE_BYTES = 11_100_000
 
 
@@ -106,7 +108,7 @@ def listed_for(sm: int) -> list[str]:
 
 def test_which_there_are_and_how_large() -> None:
     capabilities = (100, 103, 120, 121, 80, 86, 89, 90)
-    names = [*(f"catalogue-sm{sm}" for sm in capabilities), FP16, OF_CODES]
+    names = [*(f"catalogue-sm{sm}" for sm in capabilities), FP16, OF_CODES, OF_WEIGHTS]
     assert [path.stem for path in BUNDLES] == names
     assert sum(path.stat().st_size for path in BUNDLES) < MOST_BYTES
     assert [path.name for path in CANDIDATES] == [candidates_name(*sms) for sms in JOINT]
@@ -190,10 +192,30 @@ def test_every_one_is_sound_and_of_these_kernels(path: Path) -> None:
         assert kernel.source_sha256.hex() == source_sha256(kernel.name), (
             f"{path.name} was built of another {kernel.name}: build it anew (docs/use/build.md, What ships)"
         )
-    assert {problem.op for problem in bundle.choices} == ({Op.FORWARD, Op.DX} if path.stem == OF_CODES else set(Op))
+    wanted = {OF_CODES: {Op.FORWARD, Op.DX}, OF_WEIGHTS: set()}.get(path.stem, set(Op))
+    assert {problem.op for problem in bundle.choices} == wanted
 
 
-@pytest.mark.parametrize("path", BUNDLES, ids=lambda path: path.stem)
+def test_the_kernels_of_weights_are_those_of_every_format() -> None:
+    """Made anew by: python -m pretuned.aot.compile.weights --sm 90 -o artifacts/bundles/weights-sm90.msgpack."""
+    with open_bundle(FOLDER / f"{OF_WEIGHTS}.msgpack") as file:
+        variants = file.load().variants
+    assert {made_of(one) for one in variants} == {asked_for(one) for one in weight_specs(tuple(DType))}
+    assert not any(one.spill_bytes for one in variants)
+
+
+@pytest.mark.slow
+def test_the_kernels_of_weights_are_what_this_triton_compiles() -> None:
+    with open_bundle(FOLDER / f"{OF_WEIGHTS}.msgpack") as file:
+        bundle = file.load()
+    there = dict(zip(map(made_of, bundle.variants), bundle.cubins, strict=True))
+    wanted = [RowOpSpec(RowOp.MOVE_CODES, DType.FP8_BLOCK), RowOpSpec(RowOp.QUANTIZE_WEIGHTS, DType.FP8_BLOCK)]
+    for result in compile_all([CompileJob(one, 90) for one in wanted]):
+        assert result.compiled is not None, result.reason
+        assert result.compiled.cubin == there[asked_for(result.job.spec)], f"{OF_WEIGHTS} is stale: {result.job.spec}"
+
+
+@pytest.mark.parametrize("path", [one for one in BUNDLES if one.stem != OF_WEIGHTS], ids=lambda path: path.stem)
 def test_every_one_is_of_the_models_that_are_listed(path: Path) -> None:
     """And ``explain`` may name a model of theirs to the builder."""
     listed = load_models(models_of(path.stem))

@@ -12,7 +12,7 @@ import torch
 
 from pretuned.artifacts.errors import InputError
 from pretuned.kernels import reference
-from pretuned.runtime import explain, grouped_gemm, moe_mlp, reload
+from pretuned.runtime import ExpertWeights, explain, grouped_gemm, moe_mlp, reload
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
@@ -120,6 +120,18 @@ def test_threads_on_both_devices() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "nvfp4"])
+def test_weights_of_a_device_that_is_not_current(format: str) -> None:
+    """They are written and read by kernels of their own device."""
+    w = torch.randn(4, 256, 384, device="cuda:1").bfloat16()
+    want = ExpertWeights.quantize(w.cpu(), format)
+    made = ExpertWeights.quantize(w, format)
+    assert torch.equal(made.codes.cpu().view(torch.uint8), want.codes.view(torch.uint8))
+    ready = ExpertWeights.quantize(torch.zeros_like(w), format).prepare().copy_(made)
+    assert torch.equal(ready.copy_(w).restore().codes.cpu().view(torch.uint8), want.codes.view(torch.uint8))
+    assert torch.equal(ready.dequantize().cpu(), want.dequantize())
 
 
 def test_tensors_of_two_devices_are_refused() -> None:

@@ -227,7 +227,7 @@ def test_opened_for_later_it_tells_whose_gpu_it_may_be_of_unread(tmp_path, path)
 
 def test_the_gpus_of_what_ships_are_within_what_is_glanced_at():
     every = sorted((Path(bundle_file.__file__).parents[1] / "bundles").glob("*.msgpack"))
-    assert len(every) == 10
+    assert len(every) == 11
     for shipped in every:
         with open_bundle(shipped, later=True) as file:
             assert glance_at_gpus(file._begin) == file.gpus

@@ -1,0 +1,227 @@
+"""Times new weights for a layer: bf16 quantised in place, codes prepared, restored and dequantised.
+
+    python benchmarks/run.py refit --out refit-h100.json
+
+Of both weights of a layer, in milliseconds by CUDA events: by row kernels, and by torch for the first model. A floor is
+the time of the bytes that are read and written. ``extra_mb`` is the most memory beside the result, of which an expert's
+is the aim; ``copy`` is a plain copy of w. The bits of row kernels and torch are compared: of all experts of the first
+model, of the last two of others. Without a bundle that has the row kernels only torch is timed. The exit status is 1 if
+something is wrong.
+
+    quantise      out.copy_(w, check=False), w in bf16, out prepared
+    checked       out.copy_(w)
+    prepare       out.copy_(stored, check=False), stored in the checkpoint's layout
+    load          stored.prepare(), with its check for NaN
+    in_place      out.restore_in_place().prepare_in_place(), with the same check
+    restore       out.restore()
+    dequantise    out.dequantize()
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import provenance
+from benchmarks.method import MODELS
+from pretuned.artifacts.records.precision import PRECISIONS, DType
+from pretuned.artifacts.records.problem import RowOp
+from pretuned.kernels import rowops
+from pretuned.runtime import ExpertWeights
+from pretuned.runtime.launch import rowops as launch_rowops
+from pretuned.runtime.weights import writing
+
+FORMATS = ("fp8_block", "fp8_channel", "int4_g128", "int4_g128_zp", "int4_g32", "mxfp4", "mxfp8", "nvfp4")
+FIRST = "qwen3-30b"  # that torch is timed with
+ROUNDS = 7
+BYTES_PER_S = 3.0e12  # of a large copy on an H100
+Call = Callable[[], object]
+
+
+def times_ms(call: Call, rounds: int) -> float:
+    """The median of some runs, each between two events, after a first one."""
+    call()
+    found = []
+    for _ in range(rounds):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end))
+    return statistics.median(found)
+
+
+def numbers(E: int, N: int, K: int, seed: int) -> torch.Tensor:
+    w = torch.empty(E, N, K, dtype=torch.bfloat16, device="cuda")
+    g = torch.Generator("cuda").manual_seed(seed)
+    for of_expert in w:
+        of_expert.normal_(0, 0.02, generator=g)
+    return w
+
+
+def calls(every: list[tuple[torch.Tensor, ExpertWeights, ExpertWeights]]) -> dict[str, Call]:
+    """What is timed, of (w, weights in the checkpoint's layout, prepared weights) of both products."""
+
+    def each(call: Callable[[torch.Tensor, ExpertWeights, ExpertWeights], object]) -> Call:
+        def run() -> None:
+            for one in every:
+                call(*one)
+
+        return run
+
+    return {
+        "quantise": each(lambda w, stored, out: out.copy_(w, check=False)),
+        "checked": each(lambda w, stored, out: out.copy_(w)),
+        "prepare": each(lambda w, stored, out: out.copy_(stored, check=False)),
+        "load": each(lambda w, stored, out: ExpertWeights(stored.format, *stored._quantised).prepare()),
+        "in_place": each(lambda w, stored, out: out.restore_in_place().prepare_in_place()),
+        "restore": each(lambda w, stored, out: out.restore()),
+        "dequantise": each(lambda w, stored, out: out.dequantize()),
+    }
+
+
+def floors_ms(format: str, w: list[torch.Tensor]) -> dict[str, float]:
+    """The time of the bytes alone. nvfp4 is read twice: its outer scale is of all of an expert."""
+    wide = sum(one.numel() * 2 for one in w)
+    narrow = sum(one.shape[0] * PRECISIONS[format].w_bytes(*one.shape[1:]) for one in w)
+    passes = 2 if format == "nvfp4" else 1
+    moved = {
+        "quantise": passes * wide + narrow,
+        "checked": (passes + 1) * wide + narrow,
+        "prepare": 2 * narrow,
+        "load": 2 * narrow,
+        "in_place": 4 * narrow,
+        "restore": 2 * narrow,
+        "dequantise": wide + narrow,
+    }
+    return {name: 1e3 * count / BYTES_PER_S for name, count in moved.items()}
+
+
+def extra_mb(call: Call, results: int) -> float:
+    """The most memory that a call takes, less its results' bytes."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return max(0, torch.cuda.max_memory_allocated() - before - results) / 1e6
+
+
+def measure(models: list[str], formats: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """A cell for each model, format and call; and what is wrong."""
+    fast, cells, wrong = writing.kernels, [], []
+    for name, E, H, width, _ in MODELS:
+        if name not in models:
+            continue
+        plain = [numbers(E, 2 * width, H, 1), numbers(E, H, width, 2)]
+        copies = [torch.empty_like(w) for w in plain]
+        copy_ms = times_ms(lambda pairs=(copies, plain): [to.copy_(w) for to, w in zip(*pairs, strict=True)], ROUNDS)
+        print(f"{name:13} copy {copy_ms:8.3f} ms", flush=True)
+        del copies
+        for format in formats:
+            op = RowOp.QUANTIZE_WEIGHTS
+            kept = launch_rowops.launcher(op, rowops.dtype_of(DType(format), op), 0, aligned=True)
+            if kept is None:
+                wrong.append(f"no bundle has the kernels of {format}: torch alone is timed")
+            stored = [ExpertWeights.quantize(w, format, check=False) for w in plain]
+            ready = [ExpertWeights(format, *map(_copied, one._quantised)).prepare() for one in stored]
+            if not all(one.is_prepared for one in ready):
+                wrong.append(f"{format} of {name} was not prepared")
+                continue
+            what, floors = calls(list(zip(plain, stored, ready, strict=True))), floors_ms(format, plain)
+            narrow = max(one.nbytes for each in stored for one in (each.codes,))
+            results = {"load": narrow, "restore": narrow, "dequantise": max(w.nbytes for w in plain)}
+            expert_mb = max(w[0].nbytes for w in plain) / 1e6
+            cell: dict[str, Any] = {"model": name, "format": format, "copy_ms": copy_ms, "expert_mb": expert_mb}
+            for call_name, call in what.items():
+                row = {"floor_ms": floors[call_name]}
+                if kept is not None:
+                    row["kernels_ms"] = times_ms(call, ROUNDS)
+                    row["extra_mb"] = extra_mb(call, results.get(call_name, 0))
+                if name == FIRST:
+                    writing.kernels = None
+                    row["torch_ms"] = times_ms(call, 1)
+                    writing.kernels = fast
+                cell[call_name] = row
+                told = "  ".join(f"{key} {value:8.3f}" for key, value in row.items())
+                print(f"{name:13} {format:13} {call_name:10} {told}", flush=True)
+            if kept is not None:
+                experts = slice(None) if name == FIRST else slice(-2, None)
+                wrong += [f"{name}: {one}" for one in _differences(format, plain, stored, ready, fast, experts)]
+            cells.append(cell)
+            del stored, ready, what
+            torch.cuda.empty_cache()
+        del plain
+        torch.cuda.empty_cache()
+    return cells, wrong
+
+
+def _copied(one: torch.Tensor | None) -> torch.Tensor | None:
+    return None if one is None else one.clone()
+
+
+def _differences(
+    format: str,
+    plain: list[torch.Tensor],
+    stored: list[ExpertWeights],
+    ready: list[ExpertWeights],
+    fast: Any,
+    experts: slice,
+) -> list[str]:
+    """What of the kernels' bits is not torch's, of some experts' weights, in both layouts."""
+    found = []
+    for w, one, out in zip(plain, stored, ready, strict=True):
+        out.copy_(w, check=False)
+        writing.kernels = None
+        want = ExpertWeights.quantize(w[experts], format)
+        want_ready = ExpertWeights.quantize(w[experts], format).prepare()
+        writing.kernels = fast
+        for what, got, other in (("stored", one, want), ("prepared", out, want_ready)):
+            for tensor, theirs in other.tensors().items():
+                if not _equal(got.tensors()[tensor][experts], theirs):
+                    found.append(f"{format}: {what} {tensor} are not torch's")
+        values = out.dequantize()[experts]
+        for expert in range(want.shape[0]):
+            if not torch.equal(values[expert], want.dequantize(expert=expert)):
+                found.append(f"{format}: dequantised numbers of expert {expert} are not torch's")
+        back = out.restore().tensors()
+        for tensor, theirs in one.tensors().items():
+            if not _equal(back[tensor], theirs):
+                found.append(f"{format}: restored {tensor} are not those of the checkpoint's layout")
+    return found
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the bits are equal."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="file of the report")
+    parser.add_argument("--models", default="qwen3-30b,deepseek-v3")
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    args = parser.parse_args()
+    begun = time.time()
+    with torch.no_grad():
+        cells, wrong = measure(args.models.split(","), args.formats.split(","))
+    report = {
+        **provenance.about(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "seconds": round(time.time() - begun, 1),
+        "wrong": wrong,
+        "cells": cells,
+    }
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    sys.exit("\n".join(wrong))
