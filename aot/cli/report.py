@@ -89,7 +89,7 @@ def report(
       aot report bundles/pretuned-sm90.msgpack --models models.txt      # what is missing of these
     """
     from ..report.page import headline, page
-    from ..report.sources import read
+    from ..report.sheets import read
 
     (source, *more) = bundle_files([source])
     if more:

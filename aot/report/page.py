@@ -1,20 +1,26 @@
-"""Render a sheet as one HTML page that loads nothing and can be printed. Its script, page.js, draws the cells."""
+"""Render a sheet as one HTML page that loads nothing and can be printed. Its script, page.js, draws the cells.
+
+The folded parts on the cost model and the search show statistics instead of many marks.
+"""
 
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Sequence
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from string import Template
 
 from .cells import Cell, Sheet, State
 from .data import embedded, form, form_order, gpu_name, short_names
-from .folded import model_against_measured, search
-from .markup import counts, dot, mean, median, percent, strip, table, times
 
 # HTML has no control characters, and UTF-8 no half surrogate pairs, as in a file's name.
 _UNPRINTABLE = dict.fromkeys((*range(10), *range(11, 32), *range(127, 160), *range(0xD800, 0xE000)), "\ufffd")
 _RANGES = (("% for M near 1 to 128", 1, 128), ("256 to 8192", 129, 8192), ("more", 8193, 1 << 62))
+_NEAR = 0.2
+_MODEL_RANGES = (("1 to 128", 1, 128), ("256 to 8192", 129, 8192), ("more", 8193, 1 << 62))
+_RANKS = 16
 
 
 def page(sheet: Sheet) -> str:
@@ -125,7 +131,7 @@ def _model(cells: Sequence[Cell]) -> str:
 
 
 def _search(cells: Sequence[Cell]) -> str:
-    rows = search(cells)
+    rows = by_rank(cells)
     what = (
         "Of a sample of cells, each measured candidate by its rank in the cost model's order. Where the first is near "
         "1, a modelled choice loses little."
@@ -157,3 +163,114 @@ def _coverage(sheet: Sheet, cells: Sequence[Cell]) -> str:
     head = (*first, *(op.value for op in ops))
     legend = " &nbsp; ".join(map(dot, State))
     return f'<p>{legend}</p>\n<div class="wide">{table(head, rows)}</div>'
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction in percent, without the sign."""
+    return "" if fraction is None else f"{100 * fraction:.0f}" if fraction >= 0.1 else f"{100 * fraction:.1f}"
+
+
+def times(ratio: float | None) -> str:
+    """A ratio, e.g. ``1.07 x``."""
+    return "" if ratio is None else f"{ratio:.2f} x"
+
+
+def median(values: Iterable[float]) -> float | None:
+    """The median; None if there are no values."""
+    numbers = list(values)
+    return statistics.median(numbers) if numbers else None
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """The geometric mean of the values that are not None; None if there are none."""
+    ratios = [value for value in values if value is not None]
+    return statistics.geometric_mean(ratios) if ratios else None
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
+    """An HTML table; the columns in ``numbers`` are right-aligned."""
+    right = set(numbers)
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return (
+            "<tr>"
+            + "".join(f"<{tag}{' class=n' if i in right else ''}>{cell}</{tag}>" for i, cell in enumerate(cells))
+            + "</tr>"
+        )
+
+    top = f"<thead>{line('th', head)}</thead>" if head else ""
+    return f"<table>{top}<tbody>{''.join(line('td', row) for row in rows)}</tbody></table>"
+
+
+def counts(cells: Iterable[Cell]) -> dict[State, int]:
+    """The number of cells in each state."""
+    by_state = Counter(cell.state for cell in cells)
+    return {state: by_state[state] for state in State}
+
+
+def count_text(numbers: Mapping[State, int]) -> str:
+    """The counts in words, e.g. ``34 measured, 2 missing``."""
+    return ", ".join(f"{count} {state.value}" for state, count in numbers.items() if count)
+
+
+def dot(state: State) -> str:
+    """A state with its coloured dot."""
+    return f'<span class="dot {state.value}"></span>{state.value}'
+
+
+def strip(cells: Sequence[Cell]) -> str:
+    """The states as one bar, and in words."""
+    if not cells:
+        return ""
+    by_state = counts(cells)
+    inner = "".join(
+        f'<i class="{state.value}" style="width:{100 * count / len(cells):.1f}%"></i>'
+        for state, count in by_state.items()
+        if count
+    )
+    text = count_text(by_state)
+    return f'<span class="strip" title="{text}">{inner}</span><br><span class="soft">{text}</span>'
+
+
+def model_against_measured(cells: Sequence[Cell]) -> str:
+    """A table by op and rows: modelled over measured time of all choices and candidates with both; else empty."""
+    by_rows: dict[tuple[str, str], list[float]] = {}
+    for cell in cells:
+        ratios = [timed.model_us / timed.time_us for timed in cell.candidates if timed.model_us is not None]
+        if (ratio := cell.model_ratio) is not None:
+            ratios.append(ratio)
+        if ratios:
+            rows = next(name for name, low, high in _MODEL_RANGES if low <= cell.bucket <= high)
+            by_rows.setdefault((form(cell), rows), []).extend(ratios)
+    if not by_rows:
+        return ""
+    lines = []
+    for (name, rows), ratios in by_rows.items():
+        near = sum(1 - _NEAR <= ratio <= 1 + _NEAR for ratio in ratios) / len(ratios)
+        tenths = statistics.quantiles(ratios, n=10) if len(ratios) > 1 else [ratios[0]] * 9
+        lines.append(
+            [name, rows, f"{len(ratios):,}", times(mean(ratios)), times(tenths[0]), times(tenths[-1]), f"{near:.0%}"]
+        )
+    head = ("op", "M near", "times", "modelled / measured", "a tenth is below", "a tenth is above", "within 20 %")
+    return table(head, lines, numbers=range(2, len(head)))
+
+
+def by_rank(cells: Sequence[Cell]) -> str:
+    """A table by the cost model's rank: the candidate's measured time over the cell's fastest; empty without ranks."""
+    ranked: dict[int, list[float]] = {}
+    for cell in cells:
+        order = sorted((timed.model_us, timed.time_us) for timed in cell.candidates if timed.model_us is not None)
+        if len(order) > 1:
+            best = min(candidate.time_us for candidate in cell.candidates)
+            for rank, (_, time_us) in enumerate(order, 1):
+                ranked.setdefault(rank, []).append(time_us / best)
+    if not ranked:
+        return ""
+    lines = []
+    for rank in sorted(ranked)[:_RANKS]:
+        ratios = ranked[rank]
+        tenths = statistics.quantiles(ratios, n=10) if len(ratios) > 1 else [ratios[0]] * 9
+        won = sum(ratio == 1 for ratio in ratios) / len(ratios)
+        lines.append([str(rank), f"{len(ratios):,}", f"{won:.0%}", times(statistics.median(ratios)), times(tenths[-1])])
+    head = ("rank by the model", "cells", "it was the fastest", "median time / fastest", "a tenth is above")
+    return table(head, lines, numbers=range(len(head)))
