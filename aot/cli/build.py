@@ -29,7 +29,7 @@ from ..journal.file import OtherJournal
 from ..plan.families import CONFIG_LIMIT
 from ..plan.targets import parse_sm
 from ..process.gpus import native_sm
-from ..process.output_dir import DEFAULT_NAME
+from ..process.output import DEFAULT_NAME
 from ..tune.tuner import Entrants, NoGpu, Outcome, TuneObservers
 from .echo import echo, quoted, tell
 from .options import as_json, cache_of, directory, file_path, load, print_json, quiet, what_to_build, workers

@@ -1,19 +1,28 @@
 """Render a sheet as one HTML page that loads nothing and can be printed. Its script, page.js, draws the cells.
 
-The folded parts on the cost model and the search show statistics instead of many marks.
+The script's data are JSON by columns, each text once, deflated, in base64. The folded parts on the cost model and the
+search show statistics instead of many marks.
 """
 
 from __future__ import annotations
 
+import base64
+import functools
 import importlib.resources
+import json
+import math
 import statistics
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from string import Template
+from typing import Any
 
-from .cells import Cell, Sheet, State
-from .data import embedded, form, form_order, gpu_name, short_names
+from ...artifacts.records.bundle import Model
+from ...artifacts.records.problem import Fusion, Op
+from ..plan.families import fused
+from .cells import Cell, Sheet, State, gemm_key
 
 # HTML has no control characters, and UTF-8 no half surrogate pairs, as in a file's name.
 _UNPRINTABLE = dict.fromkeys((*range(10), *range(11, 32), *range(127, 160), *range(0xD800, 0xE000)), "\ufffd")
@@ -21,6 +30,7 @@ _RANGES = (("% for M near 1 to 128", 1, 128), ("256 to 8192", 129, 8192), ("more
 _NEAR = 0.2
 _MODEL_RANGES = (("1 to 128", 1, 128), ("256 to 8192", 129, 8192), ("more", 8193, 1 << 62))
 _RANKS = 16
+_STATES = {state: i for i, state in enumerate(State)}
 
 
 def page(sheet: Sheet) -> str:
@@ -274,3 +284,117 @@ def by_rank(cells: Sequence[Cell]) -> str:
         lines.append([str(rank), f"{len(ratios):,}", f"{won:.0%}", times(statistics.median(ratios)), times(tenths[-1])])
     head = ("rank by the model", "cells", "it was the fastest", "median time / fastest", "a tenth is above")
     return table(head, lines, numbers=range(len(head)))
+
+
+@functools.lru_cache(maxsize=256)
+def _form(op: Op, fusion: Fusion) -> tuple[str, tuple[int, int]]:
+    return f"{op.value} {fused(fusion)}".rstrip(), (list(Op).index(op), fusion.value)
+
+
+def form(cell: Cell) -> str:
+    """Op and fusion, as in charts and tables."""
+    return _form(cell.problem.op, cell.problem.fusion)[0]
+
+
+def form_order(cell: Cell) -> tuple[int, int]:
+    """The sort key of op and fusion: forward, dX, dW, each plain first."""
+    return _form(cell.problem.op, cell.problem.fusion)[1]
+
+
+def gpu_name(cell: Cell) -> str:
+    """The GPU that a cell was measured on; empty for other cells."""
+    return cell.gpu.name if cell.gpu and cell.state is State.MEASURED else ""
+
+
+def short_names(gpus: Collection[str]) -> dict[str, str]:
+    """Shorten NVIDIA H100 80GB HBM3 to H100, unless two names would become equal."""
+    without_brand = {name: name.removeprefix("NVIDIA ") for name in gpus}
+    first = {name: (text.split() or [name])[0] for name, text in without_brand.items()}
+    return first if len(set(first.values())) == len(first) else without_brand
+
+
+class _Texts:
+    """Numbers for texts, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        return self.all.setdefault(text, len(self.all))
+
+
+def embedded(sheet: Sheet) -> str:
+    """Encode a sheet for a script element: base64 of deflated JSON.
+
+    ``columns`` has a list for each field, over all cells, GEMM by GEMM. Times are microseconds in five digits, 0 for
+    none; ``model`` and ``second_us`` are thousandths of ``us``, ``spread`` is in thousandths. ``gemm``, ``form``,
+    ``gpu``, ``config``, ``second`` and ``plan`` are places in lists of names. ``flop`` has 2 N K of each GEMM in
+    millions; ``failures`` maps a cell's place to its failures.
+    """
+    configs, forms, gpus, plans = _Texts(), _Texts(), _Texts(), _Texts()
+    cells = sheet.cells
+    for _, text in sorted({(form_order(cell), form(cell)) for cell in cells}):
+        forms.number(text)
+    columns = {
+        "gemm": [number for number, gemm in enumerate(sheet.gemms) for _ in gemm.cells],
+        "form": [forms.number(form(cell)) for cell in cells],
+        "log2_rows": [cell.bucket.bit_length() - 1 for cell in cells],
+        "state": [_STATES[cell.state] for cell in cells],
+        "us": [_short(cell.time_us) for cell in cells],
+        "least": [_short(cell.roofline.least_us) for cell in cells],
+        "bound": [int(cell.roofline.compute_us > cell.roofline.memory_us) for cell in cells],
+        "model": [_thousandths(cell.model_us, cell.time_us) for cell in cells],
+        "torch": [_short(cell.torch_us) for cell in cells],
+        "config": [configs.number(cell.config) for cell in cells],
+        "second": [configs.number(cell.runner_up) for cell in cells],
+        "second_us": [_thousandths(cell.runner_up_us, cell.time_us) for cell in cells],
+        "tried": [cell.tried for cell in cells],
+        "spread": [_thousandths(cell.spread, 1.0) for cell in cells],
+        "gpu": [gpus.number(gpu_name(cell)) for cell in cells],
+        "plan": [plans.number(cell.plan) for cell in cells],
+    }
+    data = {
+        "columns": columns,
+        "states": [state.value for state in State],
+        "configs": list(configs.all),
+        "forms": list(forms.all),
+        "gpus": list(gpus.all),
+        "plans": list(plans.all),
+        "short_gpus": _shortened(gpus.all),
+        "gemms": [gemm.title for gemm in sheet.gemms],
+        "flop": [2e-6 * gemm.N * gemm.K for gemm in sheet.gemms],
+        "failures": {i: list(cell.failures) for i, cell in enumerate(cells) if cell.failures},
+        "models": _models(sheet),
+    }
+    text = json.dumps(data, separators=(",", ":"))
+    return base64.b64encode(zlib.compress(text.encode(), 6)).decode()
+
+
+def _shortened(gpus: Collection[str]) -> list[str]:
+    short = short_names({name for name in gpus if name})
+    return [short.get(name, "") for name in gpus]
+
+
+def _models(sheet: Sheet) -> list[list[Any]]:
+    """(name, numbers of its GEMMs) of each model."""
+    numbers = {gemm.key: i for i, gemm in enumerate(sheet.gemms)}
+    by_model: dict[str, dict[int, None]] = {}
+    for model in sheet.models:
+        by_model.setdefault(model.name, {}).update(dict.fromkeys(_gemms(model, numbers)))
+    return [[name, list(gemms)] for name, gemms in by_model.items()]
+
+
+def _gemms(model: Model, numbers: dict[Any, int]) -> list[int]:
+    return [numbers[gemm_key(problem)] for problem in model.problems if gemm_key(problem) in numbers]
+
+
+def _short(value: float | None) -> float | int:
+    """Round to five digits, more than a time has."""
+    if value is None or not math.isfinite(value):
+        return 0
+    short = float(f"{value:.5g}")
+    return int(short) if short >= 1e4 else short
+
+
+def _thousandths(value: float | None, of: float) -> int:
+    return 0 if value is None or not math.isfinite(value / of) else round(1000 * value / of)
