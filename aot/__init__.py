@@ -30,9 +30,9 @@ def __dir__() -> list[str]:
 
 
 def _compile(problem: Problem, sm: int) -> bytes:
-    from .demand.compiler import compile_kind
+    from .demand.worker import compile_in_child
 
-    return compile_kind(problem, sm)
+    return compile_in_child(problem, sm)
 
 
 def _tune(problems: tuple[Problem, ...], M: int, device: int) -> None:

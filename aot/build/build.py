@@ -28,8 +28,7 @@ from ..journal.file import read_journal
 from ..plan.families import Pool, to_compile
 from ..plan.plan import BuildPlan, planned_on
 from ..plan.targets import target_of
-from ..process.output_dir import check_writable, file_name, held
-from ..process.output_file import check_out
+from ..process.output import check_out, check_writable, file_name, held
 from .options import BuildOptions, Observers
 from .pick import Picked, Shippable, picked, usable
 from .summary import BuildReport, Built, Dropped, ModelCells

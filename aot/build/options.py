@@ -15,7 +15,7 @@ from ..compile.pool import TIMEOUT_S, Compile, CompileResult
 from ..compile.shipped import Shipped
 from ..compile.triton import compile_variant
 from ..plan.families import CONFIG_LIMIT, Pool
-from ..process.output_dir import DEFAULT_NAME
+from ..process.output import DEFAULT_NAME
 from ..tune.tuner import Entrants, Outcome, TuneObservers, tune_problems
 
 

@@ -16,11 +16,10 @@ from ...kernels.contract.spec import Spec
 from ...kernels.cost.resources import rejection
 from ...kernels.hardware.arch import Arch, arch_of
 from ...kernels.rowops import RowOpSpec
-from ..choose.against_baseline import BaselineComparison, timed_before
 from ..choose.bundle import Ships, assembled, choose_from, evidence_for, shipping
 from ..choose.candidates import Candidates
 from ..choose.choices import Chosen
-from ..choose.incumbents import Incumbents
+from ..choose.incumbents import BaselineComparison, Incumbents, timed_before
 from ..compile.pool import CompileResult
 from ..compile.triton import Compiled
 from ..journal.file import read_journal

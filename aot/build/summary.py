@@ -10,7 +10,7 @@ from ...artifacts.records.target import Gpu, Target
 from ...kernels.contract.spec import Spec
 from ...kernels.registry import entry_of
 from ...kernels.rowops import RowOpSpec
-from ..choose.against_baseline import BaselineComparison
+from ..choose.incumbents import BaselineComparison
 from ..tune.outcome import Outcome
 
 _REASON_CHARS = 160

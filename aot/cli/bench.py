@@ -10,7 +10,7 @@ from ...artifacts.errors import HostError, InputError
 from ...artifacts.files.publish import publish
 from ..compare.result import OURS, Comparison
 from ..models.load import load_models
-from ..process.output_file import check_image
+from ..process.output import check_image
 from . import completion
 from .echo import echo, tell
 from .exits import ENVIRONMENT, OK
@@ -71,7 +71,7 @@ def bench(
     """
     wanted, asked = count_list("--tokens", tokens), wanted_ops(ops)
     shards = load_models(models, only=asked).shapes
-    from ..compare.plot import check_available, kind_of
+    from ..compare.result import check_available, kind_of
 
     kind = None if plot is None else kind_of(plot)
     if plot is not None:
@@ -101,7 +101,7 @@ def bench(
 
         comparison = compare(shards, asked, wanted, torch.device(device), budget_ms, on_cell)
     if plot is not None and kind is not None:
-        from ..compare.plot import plot as draw
+        from ..compare.result import plot as draw
 
         publish(plot, draw(comparison, kind))
     if as_json:

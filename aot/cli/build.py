@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -28,14 +29,31 @@ from ..journal.file import OtherJournal
 from ..plan.families import CONFIG_LIMIT
 from ..plan.targets import parse_sm
 from ..process.gpus import native_sm
-from ..process.output_dir import DEFAULT_NAME
+from ..process.output import DEFAULT_NAME
 from ..tune.tuner import Entrants, NoGpu, Outcome, TuneObservers
 from .echo import echo, quoted, tell
 from .options import as_json, cache_of, directory, file_path, load, print_json, quiet, what_to_build, workers
 from .progress import Progress
-from .sections import Sectioned
 from .table import duration, next_steps, size, table
 from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, outcome_text, tune
+
+
+class Sectioned(click.Command):
+    """A command whose help has sections: heading -> names of its options; other options come last."""
+
+    def __init__(self, *args: Any, sections: Mapping[str, Sequence[str]], **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._sections = sections
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Like click's, with a list for each section."""
+        rows = {option.name: row for option in self.get_params(ctx) if (row := option.get_help_record(ctx)) is not None}
+        for title, names in self._sections.items():
+            with formatter.section(title):
+                formatter.write_dl([rows.pop(name) for name in names if name in rows])
+        if rows:
+            with formatter.section("Other options"):
+                formatter.write_dl(list(rows.values()))
 
 
 @click.command(

@@ -76,7 +76,7 @@ def _help(ctx: click.Context, verb: str | None) -> None:
 
 
 def _show_version(as_json: bool) -> None:
-    from .versions import versions
+    from .doctor import versions
 
     facts = versions()
     if as_json:

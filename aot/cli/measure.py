@@ -16,7 +16,7 @@ from ..compile.shipped import shipped_file
 from ..models.load import load_models
 from ..plan.plan import plan, planned_on
 from ..process.gpus import native_sm
-from ..tune.parts import part_of
+from ..tune.space import part_of
 from .echo import echo, quoted
 from .options import as_json, file_path, models, ops, print_json, quiet, wanted_ops
 from .table import next_steps

@@ -14,8 +14,7 @@ from ..bundle.assemble import BundleChoice, VariantTable, label
 from ..bundle.merge import Conflict, Merged
 from ..bundle.merge import merge as merge_bundles
 from ..bundle.verify import sound
-from ..process.output_dir import replacing
-from ..process.output_file import Written, check_out, write_bundle
+from ..process.output import Written, check_out, replacing, write_bundle
 from .echo import echo, tell, tell_one
 from .options import as_json, file_path, print_json
 from .table import size, table

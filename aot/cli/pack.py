@@ -10,8 +10,7 @@ from ...artifacts.files.publish import publish
 from ..pack.image import ARCHITECTURES, check_layout, repository, tag, write_image
 from ..pack.package import contents, write_directory
 from ..pack.wheel import check_name, file_name, wheel
-from ..process.output_dir import check_writable
-from ..process.output_file import check_wheel
+from ..process.output import check_wheel, check_writable
 from .echo import echo, quoted, tell_one
 from .options import as_json, bundle_files, directory, print_json
 from .table import next_steps, size

@@ -14,7 +14,7 @@ from ...artifacts.files.bundle_file import open_bundle
 from ...runtime.dispatch.places import SUFFIX
 from ..models.load import load_models
 from ..plan.plan import plan
-from ..process.output_file import check_page, is_bundle, write_page
+from ..process.output import check_page, is_bundle, write_page
 from . import completion
 from .echo import echo, tell
 from .options import as_json, bundle_files, file_path, print_json, wanted_ops
@@ -89,7 +89,7 @@ def report(
       aot report bundles/pretuned-sm90.msgpack --models models.txt      # what is missing of these
     """
     from ..report.page import headline, page
-    from ..report.sources import read
+    from ..report.sheets import read
 
     (source, *more) = bundle_files([source])
     if more:

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,9 +18,45 @@ from ..measure.clock import Clock, HostClock, Replayed
 from ..measure.inputs import MAX_ERROR, activations, routed_rows, weights
 from ..models.layer import LayerGemm, LayerShard
 from .libraries import Libraries, Library, NoCall, PeerProduct, PreparedCall, find_libraries, reason
-from .products import Inputs, ours
+from .products import Call, Inputs, ours, relative_error
 from .result import OURS, ComparedCell, Comparison
-from .timing import capture_call, replayed_error
+
+
+@dataclass
+class CapturedCall:
+    """A call in a graph; ``held`` is the tensor that a replay writes. Every replay reads the tensors of the call."""
+
+    call: Call
+    graph: Replayed
+    held: list[torch.Tensor]
+
+    @property
+    def result(self) -> torch.Tensor:
+        """The tensor that the last replay wrote."""
+        return self.held[0]
+
+
+def capture_call(clock: Clock | HostClock, call: Call) -> CapturedCall:
+    """Run ``call`` once, then capture it."""
+    held: list[torch.Tensor] = []
+
+    def once() -> torch.Tensor:
+        held[:] = [call()]
+        return held[0]
+
+    clock.flush.zero_()  # flush counters in L2 too
+    return CapturedCall(call, clock.capture(once), held)
+
+
+def replayed_error(
+    clock: Clock | HostClock, captured: CapturedCall, inputs: Inputs, op: str, at: torch.Tensor | None = None
+) -> float:
+    """The error of a replay's result, written over NaN; ``at``: the places of sorted rows in a padded result."""
+    captured.result.fill_(float("nan"))
+    clock.flush.zero_()
+    captured.graph.replay()
+    return relative_error(captured.result if at is None else captured.result[at], inputs, op)
+
 
 FIRST_OF_TRAINING = 1024  # tokens: smaller batches are not trained
 _ROUNDS = (5, 50)

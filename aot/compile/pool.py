@@ -18,8 +18,7 @@ from pathlib import Path
 from ...artifacts.errors import CompileError, HostError
 from ...kernels.contract.spec import Spec
 from ...kernels.rowops import RowOpSpec
-from ..process.child import how_ended
-from ..process.orphan import end_with_parent
+from ..process.child import end_with_parent, how_ended
 from ..process.scratch import scratch_folder
 from .cache import CompileCache
 from .toolchain import unable

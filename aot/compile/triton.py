@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -22,9 +23,9 @@ from ...artifacts.records.precision import DType
 from ...kernels import registry, rowops
 from ...kernels.contract import launch_abi
 from ...kernels.contract.spec import Spec
+from ...kernels.hardware.arch import arch_of
 from ...kernels.registry import ENTRIES, entry_of, gemm_entry, refusal
 from ...kernels.rowops import RowOpSpec
-from .nvidia import OUTPUT_LIMIT_CHARS, min_driver, resources
 from .ptx import rewrites, rewriting, source_of_rewrites_sha256
 from .revisions import source_sha256
 from .toolchain import toolchain, unable
@@ -81,6 +82,7 @@ _MACHINE = (
     errno.ENOMEM,
     errno.ESTALE,
 )
+OUTPUT_LIMIT_CHARS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,3 +359,27 @@ def _reason(error: Exception, output: Path) -> str:
     errors = [line.strip() for line in lines if "error:" in line or "fatal" in line.lower()]
     text = "; ".join(dict.fromkeys(errors[:3])) or str(error).strip() or type(error).__name__
     return " ".join(text.split())[:OUTPUT_LIMIT_CHARS]
+
+
+def min_driver(sm: int, ptxas: str) -> int:
+    """The least CUDA driver version that loads a cubin, in the form of cuDriverGetVersion.
+
+    Within a major version any driver loads the code (CUDA compatibility guide, minor version compatibility), except for
+    capabilities that the driver must know by name.
+    """
+    major, minor = (int(part) for part in ptxas.split(".")[:2])
+    return major * 1000 + (minor * 10 if arch_of(sm).named_to_driver and major == 12 else 0)
+
+
+def resources(scratch: Path, cubin: bytes, entry: str) -> tuple[int, int, int]:
+    """Read registers a thread, stack bytes and local bytes of a cubin with cuobjdump."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    path = scratch / "variant.cubin"
+    path.write_bytes(cubin)
+    dump = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=False)
+    usage = re.search(rf"Function {re.escape(entry)}:\s*REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", dump.stdout)
+    if not usage:
+        raise CompileError(f"cuobjdump says nothing of {entry}: {dump.stdout}{dump.stderr}"[:OUTPUT_LIMIT_CHARS])
+    return int(usage[1]), int(usage[2]), int(usage[3])

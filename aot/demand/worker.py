@@ -1,4 +1,8 @@
-"""Compile variants on demand for one shape: a few, which the cost model picks before they are compiled."""
+"""Compile variants on demand for one shape: a few, which the cost model picks before they are compiled.
+
+``compile_in_child`` is the compiler behind ``pretuned.runtime.allow_jit``: Triton in a child process, with the compile
+cache.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,7 @@ from ..executors.local import begun
 from ..journal.file import read_journal
 from ..plan.families import Family, Pool, by_code, compilable, serves
 from ..plan.plan import BuildPlan
+from ..process import child
 from ..tune.tuner import Entrants, tune_problems
 
 _JIT_CONFIGS = 6  # 4 lose 1.0 % to all (docs/inside/cost-model.md); two spare, as some don't compile
@@ -44,6 +49,7 @@ _JIT_ROWS = 1 << 20
 _CELL_CONFIGS = 8  # the tuner's candidates of one problem and bucket
 SHARE = 0.5  # of them are measured
 _OVERHEAD_REGISTERS = 64  # in addition to a thread's share of the tile
+_TIMEOUT_S = 300.0
 
 
 def compile_kind(problem: str, sm: int, cache: str | None, answer: Path) -> None:
@@ -237,3 +243,26 @@ def _likely(problem: Problem, config: Config, sm: int) -> Resources:
     registers = min(arch_of(sm).limits.registers_per_thread, _OVERHEAD_REGISTERS + tile // width)
     shared = shared_bytes_at_least(problem.op, problem.dtype, config, sm)
     return Resources(config, width, shared, registers, ALIGNMENT_BYTES)
+
+
+def compile_in_child(problem: Problem, sm: int) -> bytes:
+    """Compile a bundle whose variants run every problem of this kind; see ``pretuned.runtime.dispatch.compiled``.
+
+    With PRETUNED_DISABLE_AUTOTUNE=1 nothing is written to the user's cache.
+
+    Raises
+    ------
+    CompileError
+        if nothing compiles.
+    HostError
+        if Triton is missing, or the machine can't run it.
+    """
+    from ...runtime.settings import settings
+    from ..compile.cache import default_dir
+    from ..plan.targets import SUPPORTED
+
+    if sm not in SUPPORTED:
+        raise HostError(f"Triton compiles for sm_{', sm_'.join(map(str, SUPPORTED))}, not for sm_{sm}")
+    cache = None if settings().disable_autotune else default_dir()
+    arguments = {"problem": plain(problem), "sm": sm, "cache": None if cache is None else str(cache)}
+    return child.call(compile_kind, arguments, timeout_s=_TIMEOUT_S, who="the compiler")

@@ -29,8 +29,7 @@ from ...artifacts.format import codec
 from ..journal.records import DIED
 from ..measure.job import GpuGone, MeasureJob, MeasureResult, WorkerInfo, first_line
 from . import dask_worker
-from .dask_worker import Session
-from .wire import info_of, result_of
+from .dask_worker import Session, info_of, result_of
 
 CONNECT_S = 15.0
 FIRST_WORKER_S = 60.0  # a cluster may still be starting

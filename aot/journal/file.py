@@ -28,8 +28,7 @@ from ...artifacts.names import is_label, is_text
 from ...artifacts.records.bundle import Kernel
 from ...artifacts.records.target import Gpu
 from ...kernels.hardware.arch import supported
-from ..process.output_dir import holder
-from ..process.output_file import without_waiting
+from ..process.output import holder, without_waiting
 from .records import ROUTINGS, Record, from_value, to_value
 
 FORMAT = 1

@@ -20,8 +20,7 @@ from typing import Any
 from ...artifacts.errors import HostError, InputError
 from ...artifacts.files.publish import make_folder, publish
 from ...runtime.dispatch.places import SYSTEM_DIRECTORY
-from ..process.output_dir import locked
-from ..process.output_file import without_waiting
+from ..process.output import locked, without_waiting
 from .package import Package
 
 ARCHITECTURES = ("amd64", "arm64")

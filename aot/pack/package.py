@@ -17,8 +17,7 @@ from ...artifacts.format.wire import PREAMBLE_BYTES, read_preamble
 from ...artifacts.records.bundle import Bundle
 from ...runtime.dispatch.places import SUFFIX
 from ..bundle.verify import sound
-from ..process.output_dir import held
-from ..process.output_file import check_out, check_signature
+from ..process.output import check_out, check_signature, held
 
 # Letters that file names, wheels and tars hold unchanged.
 _FILE = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,99}}{re.escape(SUFFIX)}")

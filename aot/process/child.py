@@ -2,7 +2,7 @@
 
 A compiler may abort, a kernel under test may fault, and both change process-wide state. Processes that
 ``multiprocessing`` spawns would run a script without a ``__main__`` guard again. So the child is a plain Python with
-this process's sys.path.
+this process's sys.path. It ends with its parent, also if that is killed, and removes its files (``end_with_parent``).
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import connection
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ...artifacts.errors import BundleError, CompileError, HostError, InputError, PretunedError
-from .orphan import end_with_parent
-from .scratch import scratch_folder
+from .scratch import remove_tree, scratch_folder
 
 _START = (
     "import json, sys; work = json.load(sys.stdin); sys.path[:] = work['path']; "
@@ -30,6 +32,7 @@ _START = (
 )
 _CHARS = 2000  # of a dead child's last output
 _RAISED = {error.__name__: error for error in (CompileError, HostError, InputError)}
+_TIDYING_S = 3.0  # at most, to remove the files
 
 
 def call(
@@ -135,3 +138,30 @@ def how_ended(exitcode: int | None) -> str:
         return signal.Signals(-exitcode).name
     except ValueError:
         return f"signal {-exitcode}"
+
+
+def end_with_parent(sentinel: int, scratch: Path) -> None:
+    """End this process and its group when its parent has ended, and remove ``scratch``; call it in the main thread.
+
+    ``sentinel`` is the reading end of a pipe whose other end only the parent holds. The main thread itself removes the
+    folder, so that it no longer works there: Triton would make the folder again.
+    """
+    signal.signal(signal.SIGURG, lambda number, frame: _tidy(scratch))  # a signal that LLVM does not use
+    threading.Thread(target=_wait, args=(sentinel, scratch), daemon=True).start()
+
+
+def _wait(sentinel: int, scratch: Path) -> None:
+    connection.wait([sentinel])
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+    time.sleep(2 * _TIDYING_S)
+    _tidy(scratch)  # the main thread is in foreign code that does not come back
+
+
+def _tidy(scratch: Path) -> None:
+    """Remove the scratch folder, and end."""
+    end = time.monotonic() + _TIDYING_S
+    remove_tree(scratch)
+    while scratch.exists() and time.monotonic() < end:  # another process was writing there
+        time.sleep(0.02)
+        remove_tree(scratch)
+    os.killpg(0, signal.SIGKILL)

@@ -1,20 +1,36 @@
-"""Render a sheet as one HTML page that loads nothing and can be printed. Its script, page.js, draws the cells."""
+"""Render a sheet as one HTML page that loads nothing and can be printed. Its script, page.js, draws the cells.
+
+The script's data are JSON by columns, each text once, deflated, in base64. The folded parts on the cost model and the
+search show statistics instead of many marks.
+"""
 
 from __future__ import annotations
 
+import base64
+import functools
 import importlib.resources
-from collections.abc import Sequence
+import json
+import math
+import statistics
+import zlib
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from string import Template
+from typing import Any
 
-from .cells import Cell, Sheet, State
-from .data import embedded, form, form_order, gpu_name, short_names
-from .folded import model_against_measured, search
-from .markup import counts, dot, mean, median, percent, strip, table, times
+from ...artifacts.records.bundle import Model
+from ...artifacts.records.problem import Fusion, Op
+from ..plan.families import fused
+from .cells import Cell, Sheet, State, gemm_key
 
 # HTML has no control characters, and UTF-8 no half surrogate pairs, as in a file's name.
 _UNPRINTABLE = dict.fromkeys((*range(10), *range(11, 32), *range(127, 160), *range(0xD800, 0xE000)), "\ufffd")
 _RANGES = (("% for M near 1 to 128", 1, 128), ("256 to 8192", 129, 8192), ("more", 8193, 1 << 62))
+_NEAR = 0.2
+_MODEL_RANGES = (("1 to 128", 1, 128), ("256 to 8192", 129, 8192), ("more", 8193, 1 << 62))
+_RANKS = 16
+_STATES = {state: i for i, state in enumerate(State)}
 
 
 def page(sheet: Sheet) -> str:
@@ -125,7 +141,7 @@ def _model(cells: Sequence[Cell]) -> str:
 
 
 def _search(cells: Sequence[Cell]) -> str:
-    rows = search(cells)
+    rows = by_rank(cells)
     what = (
         "Of a sample of cells, each measured candidate by its rank in the cost model's order. Where the first is near "
         "1, a modelled choice loses little."
@@ -157,3 +173,228 @@ def _coverage(sheet: Sheet, cells: Sequence[Cell]) -> str:
     head = (*first, *(op.value for op in ops))
     legend = " &nbsp; ".join(map(dot, State))
     return f'<p>{legend}</p>\n<div class="wide">{table(head, rows)}</div>'
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction in percent, without the sign."""
+    return "" if fraction is None else f"{100 * fraction:.0f}" if fraction >= 0.1 else f"{100 * fraction:.1f}"
+
+
+def times(ratio: float | None) -> str:
+    """A ratio, e.g. ``1.07 x``."""
+    return "" if ratio is None else f"{ratio:.2f} x"
+
+
+def median(values: Iterable[float]) -> float | None:
+    """The median; None if there are no values."""
+    numbers = list(values)
+    return statistics.median(numbers) if numbers else None
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """The geometric mean of the values that are not None; None if there are none."""
+    ratios = [value for value in values if value is not None]
+    return statistics.geometric_mean(ratios) if ratios else None
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
+    """An HTML table; the columns in ``numbers`` are right-aligned."""
+    right = set(numbers)
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return (
+            "<tr>"
+            + "".join(f"<{tag}{' class=n' if i in right else ''}>{cell}</{tag}>" for i, cell in enumerate(cells))
+            + "</tr>"
+        )
+
+    top = f"<thead>{line('th', head)}</thead>" if head else ""
+    return f"<table>{top}<tbody>{''.join(line('td', row) for row in rows)}</tbody></table>"
+
+
+def counts(cells: Iterable[Cell]) -> dict[State, int]:
+    """The number of cells in each state."""
+    by_state = Counter(cell.state for cell in cells)
+    return {state: by_state[state] for state in State}
+
+
+def count_text(numbers: Mapping[State, int]) -> str:
+    """The counts in words, e.g. ``34 measured, 2 missing``."""
+    return ", ".join(f"{count} {state.value}" for state, count in numbers.items() if count)
+
+
+def dot(state: State) -> str:
+    """A state with its coloured dot."""
+    return f'<span class="dot {state.value}"></span>{state.value}'
+
+
+def strip(cells: Sequence[Cell]) -> str:
+    """The states as one bar, and in words."""
+    if not cells:
+        return ""
+    by_state = counts(cells)
+    inner = "".join(
+        f'<i class="{state.value}" style="width:{100 * count / len(cells):.1f}%"></i>'
+        for state, count in by_state.items()
+        if count
+    )
+    text = count_text(by_state)
+    return f'<span class="strip" title="{text}">{inner}</span><br><span class="soft">{text}</span>'
+
+
+def model_against_measured(cells: Sequence[Cell]) -> str:
+    """A table by op and rows: modelled over measured time of all choices and candidates with both; else empty."""
+    by_rows: dict[tuple[str, str], list[float]] = {}
+    for cell in cells:
+        ratios = [timed.model_us / timed.time_us for timed in cell.candidates if timed.model_us is not None]
+        if (ratio := cell.model_ratio) is not None:
+            ratios.append(ratio)
+        if ratios:
+            rows = next(name for name, low, high in _MODEL_RANGES if low <= cell.bucket <= high)
+            by_rows.setdefault((form(cell), rows), []).extend(ratios)
+    if not by_rows:
+        return ""
+    lines = []
+    for (name, rows), ratios in by_rows.items():
+        near = sum(1 - _NEAR <= ratio <= 1 + _NEAR for ratio in ratios) / len(ratios)
+        tenths = statistics.quantiles(ratios, n=10) if len(ratios) > 1 else [ratios[0]] * 9
+        lines.append(
+            [name, rows, f"{len(ratios):,}", times(mean(ratios)), times(tenths[0]), times(tenths[-1]), f"{near:.0%}"]
+        )
+    head = ("op", "M near", "times", "modelled / measured", "a tenth is below", "a tenth is above", "within 20 %")
+    return table(head, lines, numbers=range(2, len(head)))
+
+
+def by_rank(cells: Sequence[Cell]) -> str:
+    """A table by the cost model's rank: the candidate's measured time over the cell's fastest; empty without ranks."""
+    ranked: dict[int, list[float]] = {}
+    for cell in cells:
+        order = sorted((timed.model_us, timed.time_us) for timed in cell.candidates if timed.model_us is not None)
+        if len(order) > 1:
+            best = min(candidate.time_us for candidate in cell.candidates)
+            for rank, (_, time_us) in enumerate(order, 1):
+                ranked.setdefault(rank, []).append(time_us / best)
+    if not ranked:
+        return ""
+    lines = []
+    for rank in sorted(ranked)[:_RANKS]:
+        ratios = ranked[rank]
+        tenths = statistics.quantiles(ratios, n=10) if len(ratios) > 1 else [ratios[0]] * 9
+        won = sum(ratio == 1 for ratio in ratios) / len(ratios)
+        lines.append([str(rank), f"{len(ratios):,}", f"{won:.0%}", times(statistics.median(ratios)), times(tenths[-1])])
+    head = ("rank by the model", "cells", "it was the fastest", "median time / fastest", "a tenth is above")
+    return table(head, lines, numbers=range(len(head)))
+
+
+@functools.lru_cache(maxsize=256)
+def _form(op: Op, fusion: Fusion) -> tuple[str, tuple[int, int]]:
+    return f"{op.value} {fused(fusion)}".rstrip(), (list(Op).index(op), fusion.value)
+
+
+def form(cell: Cell) -> str:
+    """Op and fusion, as in charts and tables."""
+    return _form(cell.problem.op, cell.problem.fusion)[0]
+
+
+def form_order(cell: Cell) -> tuple[int, int]:
+    """The sort key of op and fusion: forward, dX, dW, each plain first."""
+    return _form(cell.problem.op, cell.problem.fusion)[1]
+
+
+def gpu_name(cell: Cell) -> str:
+    """The GPU that a cell was measured on; empty for other cells."""
+    return cell.gpu.name if cell.gpu and cell.state is State.MEASURED else ""
+
+
+def short_names(gpus: Collection[str]) -> dict[str, str]:
+    """Shorten NVIDIA H100 80GB HBM3 to H100, unless two names would become equal."""
+    without_brand = {name: name.removeprefix("NVIDIA ") for name in gpus}
+    first = {name: (text.split() or [name])[0] for name, text in without_brand.items()}
+    return first if len(set(first.values())) == len(first) else without_brand
+
+
+class _Texts:
+    """Numbers for texts, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        return self.all.setdefault(text, len(self.all))
+
+
+def embedded(sheet: Sheet) -> str:
+    """Encode a sheet for a script element: base64 of deflated JSON.
+
+    ``columns`` has a list for each field, over all cells, GEMM by GEMM. Times are microseconds in five digits, 0 for
+    none; ``model`` and ``second_us`` are thousandths of ``us``, ``spread`` is in thousandths. ``gemm``, ``form``,
+    ``gpu``, ``config``, ``second`` and ``plan`` are places in lists of names. ``flop`` has 2 N K of each GEMM in
+    millions; ``failures`` maps a cell's place to its failures.
+    """
+    configs, forms, gpus, plans = _Texts(), _Texts(), _Texts(), _Texts()
+    cells = sheet.cells
+    for _, text in sorted({(form_order(cell), form(cell)) for cell in cells}):
+        forms.number(text)
+    columns = {
+        "gemm": [number for number, gemm in enumerate(sheet.gemms) for _ in gemm.cells],
+        "form": [forms.number(form(cell)) for cell in cells],
+        "log2_rows": [cell.bucket.bit_length() - 1 for cell in cells],
+        "state": [_STATES[cell.state] for cell in cells],
+        "us": [_short(cell.time_us) for cell in cells],
+        "least": [_short(cell.roofline.least_us) for cell in cells],
+        "bound": [int(cell.roofline.compute_us > cell.roofline.memory_us) for cell in cells],
+        "model": [_thousandths(cell.model_us, cell.time_us) for cell in cells],
+        "torch": [_short(cell.torch_us) for cell in cells],
+        "config": [configs.number(cell.config) for cell in cells],
+        "second": [configs.number(cell.runner_up) for cell in cells],
+        "second_us": [_thousandths(cell.runner_up_us, cell.time_us) for cell in cells],
+        "tried": [cell.tried for cell in cells],
+        "spread": [_thousandths(cell.spread, 1.0) for cell in cells],
+        "gpu": [gpus.number(gpu_name(cell)) for cell in cells],
+        "plan": [plans.number(cell.plan) for cell in cells],
+    }
+    data = {
+        "columns": columns,
+        "states": [state.value for state in State],
+        "configs": list(configs.all),
+        "forms": list(forms.all),
+        "gpus": list(gpus.all),
+        "plans": list(plans.all),
+        "short_gpus": _shortened(gpus.all),
+        "gemms": [gemm.title for gemm in sheet.gemms],
+        "flop": [2e-6 * gemm.N * gemm.K for gemm in sheet.gemms],
+        "failures": {i: list(cell.failures) for i, cell in enumerate(cells) if cell.failures},
+        "models": _models(sheet),
+    }
+    text = json.dumps(data, separators=(",", ":"))
+    return base64.b64encode(zlib.compress(text.encode(), 6)).decode()
+
+
+def _shortened(gpus: Collection[str]) -> list[str]:
+    short = short_names({name for name in gpus if name})
+    return [short.get(name, "") for name in gpus]
+
+
+def _models(sheet: Sheet) -> list[list[Any]]:
+    """(name, numbers of its GEMMs) of each model."""
+    numbers = {gemm.key: i for i, gemm in enumerate(sheet.gemms)}
+    by_model: dict[str, dict[int, None]] = {}
+    for model in sheet.models:
+        by_model.setdefault(model.name, {}).update(dict.fromkeys(_gemms(model, numbers)))
+    return [[name, list(gemms)] for name, gemms in by_model.items()]
+
+
+def _gemms(model: Model, numbers: dict[Any, int]) -> list[int]:
+    return [numbers[gemm_key(problem)] for problem in model.problems if gemm_key(problem) in numbers]
+
+
+def _short(value: float | None) -> float | int:
+    """Round to five digits, more than a time has."""
+    if value is None or not math.isfinite(value):
+        return 0
+    short = float(f"{value:.5g}")
+    return int(short) if short >= 1e4 else short
+
+
+def _thousandths(value: float | None, of: float) -> int:
+    return 0 if value is None or not math.isfinite(value / of) else round(1000 * value / of)

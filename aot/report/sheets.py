@@ -1,25 +1,29 @@
-"""Make a report's cells from a bundle, journals and a plan."""
+"""Read a report's files, a bundle or journals, and make its cells from them and a plan."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+from ...artifacts.errors import InputError
 from ...artifacts.records.bundle import Bundle, Choice, Source, Variant
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Op, Problem
-from ...artifacts.records.target import Gpu
+from ...artifacts.records.target import Gpu, cuda_version
 from ...kernels.cost.resources import Resources
 from ...kernels.cost_model import Ranker
-from ...kernels.hardware.arch import ARCHS
+from ...kernels.hardware.arch import ARCHS, supported
 from ...kernels.hardware.chips import Chip, chip_for, chip_of
 from ..bundle.assemble import config_text
-from ..journal.file import Contents
+from ..bundle.verify import sound
+from ..journal.file import Contents, read_journal
+from ..journal.records import Failure
+from ..journal.timings import CellTimes, Timings, cell_of
 from ..plan.families import optional
 from ..plan.plan import BuildPlan, gated_buckets, planned_on
-from .cells import Cell, GemmKey, Sheet, State, TimedCandidate, WeightCells, gemm_key
-from .roofline import Roofline, rooflines
-from .search import Search, Searches, searches
+from .cells import Cell, GemmKey, Roofline, Sheet, State, TimedCandidate, WeightCells, gemm_key, rooflines
 
 
 def sheet(
@@ -278,3 +282,144 @@ def _gemms(cells: Iterable[Cell]) -> tuple[WeightCells, ...]:
 
 def _order(problem: Problem) -> tuple[int, int, int]:
     return (list(Op).index(problem.op), problem.fusion.value, problem.top_k)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The search in one cell; ``times`` is None if nothing was timed. A bundle has these times multiplied by ``clock``.
+
+    ``failed`` are the variants that failed anywhere, which are never chosen.
+    """
+
+    gpu: Gpu
+    times: CellTimes | None
+    clock: float
+    failed: Container[bytes]
+    failures: tuple[Failure, ...]
+
+    @property
+    def fastest(self) -> list[tuple[float, bytes]]:
+        """(time in us, cubin's sha256) of all measured variants, fastest first."""
+        times = {} if self.times is None else self.times.times_ns
+        return sorted((self.clock * time_ns / 1e3, sha) for sha, time_ns in times.items())
+
+    @property
+    def choice(self) -> bytes | None:
+        """The variant that a bundle of this journal would choose; None if no variant was timed that never failed."""
+        if self.times is None:
+            return None
+        return self.times.best_of([sha for sha in sorted(self.times.times_ns) if sha not in self.failed])
+
+    @property
+    def tried(self) -> int:
+        """The number of measured variants."""
+        return 0 if self.times is None else len(self.times.times_ns)
+
+    @property
+    def spread(self) -> float | None:
+        """The median of the measured times over the fastest."""
+        if not self.tried or self.times is None:
+            return None
+        ordered = sorted(self.times.times_ns.values())
+        half = len(ordered) // 2
+        return (ordered[half] + ordered[~half]) / 2 / ordered[0]
+
+    @property
+    def torch_us(self) -> float | None:
+        """The time of torch's grouped_mm, at the clock of ``fastest``."""
+        torch_ns = None if self.times is None else self.times.torch_ns
+        return None if torch_ns is None else self.clock * torch_ns / 1e3
+
+
+Searches = dict[Problem, dict[int, list[Search]]]
+
+
+def searches(journals: Sequence[Contents]) -> Searches:
+    """Every cell of every journal by product and bucket, under ``cell_of``'s key, in the journals' order."""
+    by_cell: Searches = {}
+    for journal in journals:
+        _add(journal, by_cell)
+    return by_cell
+
+
+def _add(journal: Contents, by_cell: Searches) -> None:
+    evidence = Timings.of(journal)
+    failures: dict[tuple[Problem, int], list[Failure]] = {}
+    for record in journal.records:
+        if isinstance(record, Failure):
+            failures.setdefault(cell_of(record.problem, record.bucket), []).append(record)
+    gpus = {gpu.driver: gpu for gpu in evidence.gpus}
+    for (problem, bucket), times in evidence.cells.items():
+        broken = _ordered(failures.pop((problem, bucket), ()))
+        clock = evidence.clock(problem, bucket) if times.plain_ns else 1.0
+        search = Search(gpus[times.driver], times, clock, evidence.failed, broken)
+        by_cell.setdefault(problem, {}).setdefault(bucket, []).append(search)
+    for (problem, bucket), some in failures.items():
+        search = Search(journal.header.gpu, None, 1.0, evidence.failed, _ordered(some))
+        by_cell.setdefault(problem, {}).setdefault(bucket, []).append(search)
+
+
+def _ordered(failures: Sequence[Failure]) -> tuple[Failure, ...]:
+    return tuple(sorted(failures, key=lambda failure: (failure.variant, failure.kind, failure.reason)))
+
+
+def read(
+    source: str, is_bundle: bool, journals: Sequence[Path], candidates: str | None, plan: BuildPlan | None
+) -> Sheet:
+    """Read the sheet of a bundle or journal; further ``journals`` add times, ``candidates`` names, ``plan`` cells.
+
+    Raises
+    ------
+    BundleError, InputError
+        if a file can't be read, or they are for different capabilities.
+    """
+    bundle = sound(source) if is_bundle else None
+    paths = [*([] if is_bundle else [Path(source)]), *journals]
+    contents = [read_journal(path) for path in paths]
+    named = sound(candidates) if candidates is not None else None
+    sm = _capability(source, bundle, dict(zip(paths, contents, strict=True)), candidates, named)
+    name = Path(source).name
+    title = f"{name}: what the {'bundle' if bundle else 'journal'} holds"
+    wanted = None if plan is None else planned_on(plan, (sm,))
+    return sheet(title, _facts(source, bundle, contents), bundle, contents, wanted, named.variants if named else ())
+
+
+def _capability(
+    source: str, bundle: Bundle | None, journals: dict[Path, Contents], candidates: str | None, named: Bundle | None
+) -> int:
+    """The capability of all of these; InputError if there are several, or it is not supported."""
+    sms = {source: bundle.target.sm} if bundle is not None else {}
+    sms |= {str(path): journal.header.sm for path, journal in journals.items()}
+    if candidates is not None and named is not None:
+        sms[candidates] = named.target.sm
+    (first, wanted), *rest = sms.items()
+    if wanted not in supported():
+        listed = ", ".join(map(str, supported()))
+        raise InputError(f"'{first}' is for sm_{wanted}, of which no GPU's figures are known; known are {listed}")
+    for path, sm in rest:
+        if sm != wanted:
+            raise InputError(f"'{path}' is for sm_{sm}, '{first}' for sm_{wanted}: a report is of one capability")
+    return wanted
+
+
+def _facts(source: str, bundle: Bundle | None, journals: Sequence[Contents]) -> dict[str, str]:
+    gpus = [journal.header.gpu for journal in journals] + list(bundle.gpus if bundle else ())
+    facts = {
+        "file": source,
+        "target": str(bundle.target) if bundle else f"sm_{journals[0].header.sm}",
+        "measured on": "; ".join(dict.fromkeys(map(_gpu, gpus))),
+    }
+    if bundle is not None:
+        producer = bundle.producer
+        facts["built by"] = f"pretuned {producer.pretuned}, Triton {producer.triton}, ptxas {producer.ptxas}"
+        facts["kernels"] = ", ".join(f"{kernel.name} revision {kernel.revision}" for kernel in bundle.kernels)
+        facts["variants"] = f"{len(bundle.variants)}, {sum(map(len, bundle.cubins)) / (1 << 20):.2f} MiB of code"
+    else:
+        header = journals[0].header
+        facts["built by"] = f"pretuned {header.pretuned}"
+        facts["kernels"] = ", ".join(f"{kernel.name} revision {kernel.revision}" for kernel in header.kernels)
+    return facts
+
+
+def _gpu(gpu: Gpu) -> str:
+    return f"{gpu.name}, {gpu.sm_count} SMs, {gpu.memory_mib} MiB, CUDA driver {cuda_version(gpu.driver)}"

@@ -17,11 +17,9 @@ from ..journal.timings import Cell, plain_of
 from ..measure.job import GpuExecutor, GpuGone, MeasureJob, MeasureResult, WorkerInfo, WorkerLost, first_line
 from ..process.interrupts import interrupted
 from .outcome import CellsDone, Outcome, TuneObservers
-from .remeasure import Remeasure
 from .shortlist import contenders
 from .space import TuningSpace, expected_seconds, torch_can, weight_key, weight_seconds
-from .state import TuningState
-from .task import Task, Worker
+from .state import Remeasure, Task, TuningState, Worker
 
 _RESTARTS = 3  # tries to start a worker
 _LOOK_S = 0.5  # between questions for GPUs that have joined

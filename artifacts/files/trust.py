@@ -5,17 +5,25 @@ Trusted are root, the effective user, and whoever can write the installed packag
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import stat
+import struct
 from collections import deque
 from pathlib import Path
 
 from ..errors import BundleUnreadable, BundleUntrusted
 from ..limits import MAX_LINKS
+from ..tuples import NamedTuple
 
 _NO_GROUP = "chmod g-w"
 _UNMAPPED = 2**32 - 1  # the id in an ACL of a user or group that the user namespace does not map
+_ACL = "system.posix_acl_access"
+_ACL_VERSION = 2
+_ACL_USER, _ACL_OWN_GROUP, _ACL_GROUP, _ACL_MASK = 2, 4, 8, 16  # tags, as in linux/posix_acl.h
+_ACL_WRITE = 2
+_NO_ACL = {errno.ENODATA, errno.EOPNOTSUPP, errno.ENOSYS}  # no ACL here, or none on this file system
 
 
 def resolve(path: str, what: str = "bundle", *, signed: bool = False) -> str:
@@ -121,9 +129,7 @@ def _fault(component: str, status: os.stat_result, file: int | str, signed: bool
         return "everybody can write it", "chmod go-w" if mode & stat.S_IWGRP else "chmod o-w"
     if not mode & stat.S_IWGRP:  # the bit is also the mask of an ACL: without it no entry lets anybody write
         return "", ""
-    from . import acl  # here, because most files are writable by their owner alone
-
-    listed = acl.writers(file)
+    listed = acl_writers(file)
     own_group = not signed and (listed is None or listed.own_group)
     if own_group and not _trusted_group(component, status.st_gid, status.st_uid):
         return f"group {status.st_gid} can write it", _NO_GROUP
@@ -162,10 +168,8 @@ def _package() -> tuple[frozenset[int], frozenset[int], str]:
 
 def _has_group(folder: Path) -> bool:
     """Return whether a group-writable directory lets its own group write: an ACL may allow other groups instead."""
-    from . import acl
-
     try:
-        listed = acl.writers(str(folder))
+        listed = acl_writers(str(folder))
     except OSError:
         return False
     return listed is None or listed.own_group
@@ -257,4 +261,41 @@ def _own_group(uid: int, gid: int) -> bool:
         and user.pw_gid == gid
         and group.gr_name == user.pw_name
         and set(group.gr_mem) <= {user.pw_name}
+    )
+
+
+class AclWriters(NamedTuple):
+    """The users and groups that an ACL lets write, and whether the file's own group may. Owner and others excluded."""
+
+    users: frozenset[int]
+    groups: frozenset[int]
+    own_group: bool
+
+
+def acl_writers(file: int | str) -> AclWriters | None:
+    """Return the writers in the ACL of an open file or a path (links are followed), None if there is no ACL.
+
+    Raises
+    ------
+    OSError
+        if the ACL can't be read, or has an unknown form.
+    """
+    if not hasattr(os, "getxattr"):  # not Linux
+        return None
+    try:
+        value = os.getxattr(file, _ACL)
+    except OSError as error:
+        if error.errno in _NO_ACL:
+            return None
+        raise
+    head, body = value[:4], value[4:]
+    if head != struct.pack("<I", _ACL_VERSION) or len(body) % 8:
+        raise OSError(errno.EINVAL, "its POSIX ACL is of no known form")
+    entries = list(struct.iter_unpack("<HHI", body))
+    mask = next((perm for tag, perm, _ in entries if tag == _ACL_MASK), _ACL_WRITE)
+    able = [(tag, who) for tag, perm, who in entries if perm & mask & _ACL_WRITE]
+    return AclWriters(
+        frozenset(who for tag, who in able if tag == _ACL_USER),
+        frozenset(who for tag, who in able if tag == _ACL_GROUP),
+        any(tag == _ACL_OWN_GROUP for tag, _ in able),
     )

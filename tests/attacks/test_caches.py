@@ -14,7 +14,7 @@ from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.compile.triton import Compiled
 from pretuned.aot.demand import overlay
 from pretuned.aot.demand.cache import CacheKey, decode, encode
-from pretuned.aot.process.output_file import check_out, check_page, is_bundle
+from pretuned.aot.process.output import check_out, check_page, is_bundle
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.files import packed
 from pretuned.artifacts.files.blob import read_checked, write_checked

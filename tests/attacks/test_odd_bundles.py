@@ -10,12 +10,11 @@ import golden_bundles
 import pytest
 
 from pretuned.aot.bundle.diff import diff, time_ratio
-from pretuned.aot.bundle.inspect import contents
 from pretuned.aot.bundle.merge import merge
+from pretuned.aot.cli.inspect import contents
 from pretuned.aot.demand import overlay
 from pretuned.aot.report.page import page
-from pretuned.aot.report.sheets import sheet
-from pretuned.aot.report.sources import read
+from pretuned.aot.report.sheets import read, sheet
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.files.bundle_file import open_bundle, open_bytes
 from pretuned.artifacts.format import codec

@@ -12,7 +12,7 @@ import pytest
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.compile.triton import Compiled
 from pretuned.aot.journal.file import Header, open_journal
-from pretuned.aot.process.output_dir import held
+from pretuned.aot.process.output import held
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.files.lock import lock
 from pretuned.artifacts.files.publish import make_folder, publish

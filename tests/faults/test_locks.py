@@ -24,7 +24,7 @@ from pretuned.aot.demand import overlay, tuner
 from pretuned.aot.journal.file import Header, open_journal
 from pretuned.aot.models.layer import LayerShard
 from pretuned.aot.plan.plan import plan
-from pretuned.aot.process.output_dir import held
+from pretuned.aot.process.output import held
 from pretuned.aot.process.scratch import scratch_folder
 from pretuned.artifacts.errors import PretunedError
 from pretuned.artifacts.files.lock import lock, reading

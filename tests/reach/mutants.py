@@ -35,7 +35,6 @@ FILES: dict[str, tuple[str, ...]] = {
     "artifacts/format/wire.py": _FORMAT,
     "artifacts/format/index.py": (*_FORMAT, *_FILE),
     "artifacts/format/schema.py": _FORMAT,
-    "artifacts/files/acl.py": ("tests/artifacts/files/test_acl.py", _PLACES),
     "artifacts/files/blob.py": ("tests/artifacts/files/test_blob.py",),
     "artifacts/files/bundle_file.py": (
         *_FILE,
@@ -51,7 +50,11 @@ FILES: dict[str, tuple[str, ...]] = {
         "tests/artifacts/files/test_signature.py",
         "tests/attacks/test_signatures.py",
     ),
-    "artifacts/files/trust.py": ("tests/artifacts/files/test_trust.py", _PLACES),
+    "artifacts/files/trust.py": (
+        "tests/artifacts/files/test_acl.py",
+        "tests/artifacts/files/test_trust.py",
+        _PLACES,
+    ),
 }
 WANTED = 0.95
 _PRELOADED = ("pytest", "hypothesis.strategies", "msgpack", "filelock", "lzma", "asyncio", "multiprocessing", "numpy")

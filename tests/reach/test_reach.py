@@ -79,8 +79,8 @@ def test_what_a_line_becomes(text: str, became: list[str]) -> None:
 
 
 def test_a_mutant_is_the_file_with_one_thing_changed() -> None:
-    found = mutants.mutants("artifacts/files/acl.py")
-    whole = ast.unparse(ast.parse((ROOT / "artifacts/files/acl.py").read_text())).splitlines()
+    found = mutants.mutants("artifacts/files/lock.py")
+    whole = ast.unparse(ast.parse((ROOT / "artifacts/files/lock.py").read_text())).splitlines()
     assert len(found) > 20
     for one in found:
         there = one.source.splitlines()

@@ -17,10 +17,10 @@ from pretuned.aot.build.estimate import estimate
 from pretuned.aot.build.options import BuildOptions
 from pretuned.aot.bundle.diff import diff
 from pretuned.aot.bundle.merge import merge
-from pretuned.aot.bundle.prune import prune
 from pretuned.aot.bundle.verify import sound
 from pretuned.aot.choose.bundle import measured_bundle
 from pretuned.aot.choose.candidates import read_candidates
+from pretuned.aot.cli.prune import prune_bundle as prune
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.aot.demand.api import key_for
@@ -35,7 +35,7 @@ from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import GATED_COLUMNS, GATED_CONFIGS, Family, Pool, optional, specs
 from pretuned.aot.plan.plan import BuildPlan, gated_buckets, plan, planned_on
 from pretuned.aot.process.scratch import scratch_folder
-from pretuned.aot.report.roofline import roofline
+from pretuned.aot.report.cells import roofline
 from pretuned.aot.report.sheets import sheet
 from pretuned.aot.tune.space import TuningSpace
 from pretuned.aot.tune.tuner import tune_problems

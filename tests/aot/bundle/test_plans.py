@@ -8,9 +8,9 @@ import pytest
 from made import H200, Spec, bundle, measured, write
 
 from pretuned.aot.bundle.diff import diff
-from pretuned.aot.bundle.inspect import contents
 from pretuned.aot.bundle.merge import merge
-from pretuned.aot.bundle.prune import prune
+from pretuned.aot.cli.inspect import contents
+from pretuned.aot.cli.prune import prune_bundle as prune
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.artifacts.errors import BundleCorrupt
 from pretuned.artifacts.files.bundle_file import open_bundle

@@ -9,7 +9,7 @@ from pretuned.aot.build.build import build
 from pretuned.aot.build.options import BuildOptions
 from pretuned.aot.bundle.diff import diff
 from pretuned.aot.bundle.merge import merge
-from pretuned.aot.bundle.prune import prune
+from pretuned.aot.cli.prune import prune_bundle as prune
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Family, Pool

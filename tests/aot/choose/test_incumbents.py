@@ -17,10 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from made import H100, SPECS, Spec, measured, modelled
 
-from pretuned.aot.choose.against_baseline import BaselineComparison
 from pretuned.aot.choose.bundle import assembled, choose_from
 from pretuned.aot.choose.candidates import Candidates
-from pretuned.aot.choose.incumbents import Incumbents, Running
+from pretuned.aot.choose.incumbents import BaselineComparison, Incumbents, Running
 from pretuned.aot.compile.triton import Compiled
 from pretuned.aot.journal.file import Contents, Header
 from pretuned.aot.journal.records import Incumbent, Measured, Rematch, Timing

@@ -94,7 +94,7 @@ m/RtFFs1N54neKEzuUfmLbZaw4KmAQ==
 
 
 def test_a_key_with_a_password(here, bundle):
-    from pretuned.aot.bundle.sign import private_key
+    from pretuned.aot.cli.sign import private_key
     from pretuned.artifacts.errors import InputError
 
     (here / "secret.pem").write_bytes(

@@ -14,9 +14,9 @@ import sys
 import pytest
 from building import fill
 
+from pretuned.aot.cli.doctor import versions
 from pretuned.aot.cli.main import _VERBS
 from pretuned.aot.cli.table import next_steps
-from pretuned.aot.cli.versions import versions
 from pretuned.aot.compile.toolchain import toolchain
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.kernels.contract.launch_abi import LAUNCH_ABI

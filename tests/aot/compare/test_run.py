@@ -23,11 +23,9 @@ from pretuned.aot.compare.libraries import (
     _vllm_call,
     find_libraries,
 )
-from pretuned.aot.compare.plot import kind_of
 from pretuned.aot.compare.products import Inputs, matmul_loop
-from pretuned.aot.compare.result import OURS
-from pretuned.aot.compare.run import _Compared, cells_of
-from pretuned.aot.compare.timing import capture_call, replayed_error
+from pretuned.aot.compare.result import OURS, kind_of
+from pretuned.aot.compare.run import _Compared, capture_call, cells_of, replayed_error
 from pretuned.aot.measure.clock import HostClock
 from pretuned.aot.measure.inputs import activations, routed_rows, weights
 from pretuned.aot.models.load import load_models

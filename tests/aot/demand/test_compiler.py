@@ -9,7 +9,7 @@ import childjobs
 import pytest
 import warm
 
-from pretuned.aot.demand.compiler import compile_kind
+from pretuned.aot.demand.worker import compile_in_child
 from pretuned.aot.process import child
 from pretuned.artifacts.errors import CompileError, HostError, InputError
 from pretuned.artifacts.format import codec
@@ -61,7 +61,7 @@ def test_from_a_plain_script_to_variants_that_run_any_shape(home: Path) -> None:
     kept = list((home / ".cache" / "pretuned" / "compiled").rglob("*.bin"))
     assert 2 <= len(kept) <= 7
     settings.forget()
-    again = codec.decode(compile_kind(PROBLEM, 90), "again")  # from the cache
+    again = codec.decode(compile_in_child(PROBLEM, 90), "again")  # from the cache
     assert len(again.variants) <= len(kept)
     assert {variant.alignment for variant in again.variants} == {1, 16}
     assert again.target.sm == 90
@@ -71,13 +71,13 @@ def test_from_a_plain_script_to_variants_that_run_any_shape(home: Path) -> None:
 def test_with_tuning_disabled_nothing_is_written(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRETUNED_DISABLE_AUTOTUNE", "1")
     settings.forget()
-    assert codec.decode(compile_kind(PROBLEM, 80), "now").target.sm == 80
+    assert codec.decode(compile_in_child(PROBLEM, 80), "now").target.sm == 80
     assert not (home / ".cache").exists()
 
 
 def test_a_capability_that_triton_does_not_know(home: Path) -> None:
     with pytest.raises(HostError, match="not for sm_75"):
-        compile_kind(PROBLEM, 75)
+        compile_in_child(PROBLEM, 75)
 
 
 @pytest.mark.slow
@@ -102,4 +102,4 @@ def test_without_a_place_for_temporary_files(home: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with pytest.raises(HostError, match="TMPDIR names another one"):
-        compile_kind(PROBLEM, 90)
+        compile_in_child(PROBLEM, 90)

@@ -7,7 +7,7 @@ import pickle
 import msgpack
 import pytest
 
-from pretuned.aot.executors.wire import info_bytes, info_of, result_bytes, result_of
+from pretuned.aot.executors.dask_worker import info_bytes, info_of, result_bytes, result_of
 from pretuned.aot.journal.records import DIED, Failure, Incumbent, Measured, Rematch, Timing
 from pretuned.aot.measure.job import MeasureResult, WorkerInfo
 from pretuned.artifacts.records.precision import DType

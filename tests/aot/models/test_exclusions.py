@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from pretuned.aot.models import exclusions
-from pretuned.aot.models.exclusions import experts, left_out
+from pretuned.aot.models import quant_config
+from pretuned.aot.models.quant_config import experts, left_out
 from pretuned.artifacts.errors import InputError
 
 LAYERS = 4
@@ -56,7 +56,7 @@ def test_each_part_of_a_name_is_meant() -> None:
         slices = set()
         for parts in (name.split(".") for name in experts(layer)):
             slices |= {".".join(parts[i:j]) for i, j in itertools.combinations(range(len(parts) + 1), 2)}
-        assert slices == exclusions._parts(layer)
+        assert slices == quant_config._parts(layer)
         assert all(f".{one}." in lines for one in slices)
 
 

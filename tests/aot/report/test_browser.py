@@ -12,7 +12,7 @@ from browser import TELEPHONE, shown, started
 from reports import cells_of, packed
 
 from pretuned.aot.report.page import page as written
-from pretuned.aot.report.sources import read
+from pretuned.aot.report.sheets import read
 
 ROOT = Path(__file__).resolve().parents[3]
 BUNDLE = ROOT / "artifacts" / "bundles" / "catalogue-sm90.msgpack"

@@ -18,9 +18,8 @@ from pretuned.aot.journal.file import Contents, Header
 from pretuned.aot.journal.records import HUNG, Failure, Measured, Rematch, Timing
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
-from pretuned.aot.report.cells import Cell, State
+from pretuned.aot.report.cells import Cell, State, roofline
 from pretuned.aot.report.page import headline, page
-from pretuned.aot.report.roofline import roofline
 from pretuned.aot.report.sheets import _chip as chip_of
 from pretuned.aot.report.sheets import sheet
 from pretuned.artifacts.format import codec

@@ -9,8 +9,7 @@ import pytest
 from pretuned.aot.journal.timings import cell_of
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan, planned_on
-from pretuned.aot.tune.parts import _seconds, part_of
-from pretuned.aot.tune.space import weight_key
+from pretuned.aot.tune.space import _seconds, part_of, weight_key
 from pretuned.artifacts.errors import InputError
 
 LISTED = Path(__file__).parents[3] / "benchmarks" / "shipped-sm90.txt"
