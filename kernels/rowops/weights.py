@@ -544,12 +544,13 @@ def _largest(w, most, M, columns, step_expert, step_row, KIND: tl.constexpr, ROW
     for first in tl.range(0, columns, BLOCK):
         value = _load(w, expert * step_expert, at + first, (row < M) & (first + column < columns), KIND)
         found = tl.maximum(found, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    tl.store(most + tl.program_id(0), tl.max(tl.max(found, 1), 0))
+    most_of_all = tl.max(tl.max(found, 1), 0)
+    tl.store(most + tl.program_id(0), tl.minimum(most_of_all, 0x7F800001))  # which bits NaN has is the hardware's
 
 
 @triton.jit
 def largest_weight(w, most, M, columns, step_expert, step_row, flags, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """most[program] = the bits of the largest |w| of ROWS whole rows, as int32: of NaN they are the largest.
+    """most[program] = the bits of the largest |w| of ROWS whole rows, as int32: 0x7F800001, the largest, if one is NaN.
 
     w is as ``quantize_weights`` has it, with any number of columns. A program does rows of one expert.
     """

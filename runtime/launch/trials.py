@@ -676,7 +676,7 @@ def _largest_weight(on: _On) -> str | None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         w = _weights(on, dtype)
         w[1, 77, 5], w[1, 9, K - 1] = float("-inf"), float("nan")
-        want = (w.float().view(torch.int32) & 0x7FFFFFFF).view(E * N // rows, -1).amax(1)
+        want = (w.float().view(torch.int32) & 0x7FFFFFFF).view(E * N // rows, -1).amax(1).clamp_(max=0x7F800001)
         most = _room(on, want)
         numbers = {"M": N, "columns": K, "step_expert": N * K, "step_row": K}
         on.run(made, w=on.words(w), most=most, flags=_weight_flags(dtype, prepared=False), **numbers)

@@ -120,6 +120,8 @@ def wrong(**case: object) -> list[str]:
             bits_of(one, torch.int16), most, N, K, one.stride(0), one.stride(1), KIND_FLAGS[dtype], **constants(largest)
         )
         got = most.amax().view(torch.float32)
+        if value is not None and value != value and int(most.amax()) != 0x7F800001:
+            found.append(f"NaN as {int(most.amax()):#x}")
         if not torch.equal(got, one.float().abs().amax()) and not (value is not None and got != got and value != value):
             found.append(f"largest {got} of {value}")
     return found

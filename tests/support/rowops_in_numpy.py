@@ -336,7 +336,7 @@ def largest_weight(of: Elements, grid: int, block: int, pointers: Sequence[int],
     E, rows = _experts(of, RowOp.LARGEST_WEIGHT, grid, N, K), tile_of(RowOp.LARGEST_WEIGHT, of.dtype).rows
     with plain_torch():
         bits = _w_at(w, E, N, K, step_expert, step_row, flags).float().contiguous().view(torch.int32) & 0x7FFFFFFF
-        found = [part.amax() for of_expert in bits for part in of_expert.split(rows)]
+        found = [part.amax().clamp(max=0x7F800001) for of_expert in bits for part in of_expert.split(rows)]
         _raw(most, 4 * grid).view(torch.int32).copy_(torch.stack(found))
 
 
