@@ -13,6 +13,7 @@ import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.tuples import NamedTuple
+from ..weights.expert_weights import ExpertWeights
 from .tensors import PLAIN, in_memory, rows_usable
 
 INDICES = (torch.int32, torch.int64)
@@ -44,6 +45,42 @@ def as_kept(call: str, names: str, tensors: Sequence[torch.Tensor | None], kinds
                 tensor = tensor.contiguous()
         checked.append(tensor)
     return checked
+
+
+class Frozen(NamedTuple):
+    """Quantised weights that a forward keeps, and how often their codes and scales had been written by then.
+
+    torch compares versions of the tensors that a function saves; weights are no tensor.
+    """
+
+    weights: ExpertWeights
+    writes: int
+
+    @classmethod
+    def of(cls, w: object) -> Frozen | None:
+        """What is kept of w; None of a tensor, which a function saves."""
+        return cls(w, _writes(w)) if isinstance(w, ExpertWeights) else None
+
+    def unchanged(self) -> ExpertWeights:
+        """The weights.
+
+        Raises
+        ------
+        InputError
+            where codes or scales were written since: gradients would be those of other weights.
+        """
+        if _writes(self.weights) != self.writes:
+            raise InputError(
+                "quantised weights were written after a forward that a backward still has to read: gradients would be "
+                "those of the new numbers. Run the backward before copy_, quantize(out=), prepare_in_place or "
+                "restore_in_place, or the forward again"
+            )
+        return self.weights
+
+
+def _writes(w: ExpertWeights) -> int:
+    """How often codes and scales were written; torch does not count that of inference tensors."""
+    return sum(0 if tensor.is_inference() else tensor._version for tensor in (w.codes, w.scale))
 
 
 class Saved(NamedTuple):

@@ -14,7 +14,7 @@ from ...artifacts.tuples import NamedTuple
 from .. import hooks
 from ..check.call import Call
 from ..check.form import Form, Fusions
-from ..check.saved import FLOATS, INDICES, Saved
+from ..check.saved import FLOATS, INDICES, Frozen, Saved
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
 from ..launch.program import NOW, Now
@@ -74,7 +74,7 @@ class GroupedGemm(torch.autograd.Function):
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         keeps_x = needs_w or needs_weights
         keeps_w = needs_x or needs_weights
-        frozen = w if isinstance(w, ExpertWeights) else None
+        frozen = Frozen.of(w)
         kept = w if keeps_w and frozen is None else None
         ctx.save_for_backward(x if keeps_x else None, kept, m_sizes, weights, bias, index)
         # (One attribute: each takes a part of a microsecond.)
@@ -91,6 +91,7 @@ class GroupedGemm(torch.autograd.Function):
         """The gradients that are needed, None for the others."""
         x, w, m_sizes, weights, bias, index = ctx.saved_tensors
         form, sizes, plan, frozen, w_shape, kind = ctx.call
+        unchanged = None if frozen is None else frozen.unchanged()
         needs = wanted(ctx.needs_input_grad, form)
         m_sizes = _counts_as_saved(dy, w, w_shape, m_sizes, weights, kind)
         if plan is not None and weights is None:
@@ -98,7 +99,7 @@ class GroupedGemm(torch.autograd.Function):
             if planned is not None:
                 return (planned[0], planned[1], None, planned[2], planned[3], *_REST)
         dy = in_memory("dy", dy)
-        w = frozen if w is None else w
+        w = unchanged if w is None else w
         # Nothing reads the values of a w that was not kept, only its shape.
         w = m_sizes.new_empty((), dtype=dy.dtype).expand(w_shape) if w is None else w
         call = Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes)
@@ -146,7 +147,7 @@ class AdaptedGemm(torch.autograd.Function):
             y, u = gradients.with_adapter(call, x, one)
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         learns, inner = any(ctx.needs_input_grad[5:7]), needs_x or needs_weights
-        ctx.frozen = w if isinstance(w, ExpertWeights) else None
+        ctx.frozen = Frozen.of(w)
         ctx.save_for_backward(
             x if needs_w or needs_weights or learns else None,
             w if inner and ctx.frozen is None else None,
@@ -169,7 +170,7 @@ class AdaptedGemm(torch.autograd.Function):
         (form, sizes, scale, plan), w_shape, kind = ctx.call
         needs, one = wanted(ctx.needs_input_grad, form), LowRank(A, B, scale)
         m_sizes = _counts_as_saved(dy, w, w_shape, m_sizes, weights, kind)
-        w = ctx.frozen if w is None else w
+        w = ctx.frozen.unchanged() if w is None and ctx.frozen is not None else w
         if plan is not None and weights is None:
             found = plan.adapted(x, w, m_sizes, dy, needs, one, u, w_shape, index, sizes)
             if found is not None:

@@ -31,7 +31,7 @@ from ...artifacts.records.problem import Layout, Op
 from ...artifacts.tuples import NamedTuple
 from ...kernels.contract.activations import Activation
 from ..check.call import Rows, flat, wide_of
-from ..check.saved import FLOATS, Saved
+from ..check.saved import FLOATS, Frozen, Saved
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
 from ..launch.program import NOW, Now
@@ -223,7 +223,7 @@ class MoeLayer(torch.autograd.Function):
         needs_x, needs_up, needs_down, needs_up_bias, _, needs_weights = ctx.needs_input_grad[:6]
         inner = needs_x or needs_up or needs_up_bias  # dh is needed
         products = gate_up if needs_x else None, down if inner or needs_weights else None
-        ctx.frozen = [one if isinstance(one, ExpertWeights) else None for one in products]
+        ctx.frozen = [Frozen.of(w) for w in products]
         tensors = [one if isinstance(one, torch.Tensor) else None for one in products]
         ctx.save_for_backward(
             x if needs_up else None,
@@ -241,7 +241,7 @@ class MoeLayer(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that are needed, None for the others."""
         x, gate_up, down, down_bias, weights, h = ctx.saved_tensors
-        gate_up, down = (ctx.frozen[i] if one is None else one for i, one in enumerate((gate_up, down)))
+        gate_up, down = _as_kept(ctx.frozen, gate_up, down)
         given, needs = weights_of(gate_up, down, None, down_bias), ctx.needs_input_grad[:6]
         ctx.kept.check(dout, weights, h)
         found = None
@@ -281,7 +281,7 @@ class AdaptedLayer(torch.autograd.Function):
         run = forward if plan is None else plan.forward
         out, *kept = run(layer, x, given, routing, weights, keeps_h=True, adapters=adapters_of(low, scales))
         both = gate_up, down
-        ctx.frozen = [one if isinstance(one, ExpertWeights) else None for one in both]
+        ctx.frozen = [Frozen.of(w) for w in both]
         tensors = [one if isinstance(one, torch.Tensor) else None for one in both]
         ctx.save_for_backward(x, *tensors, down_bias, weights, *kept, *low)
         ctx.layer, ctx.scales, ctx.plan, ctx.kept = layer, scales, plan, _Kept.of(weights, kept[0])
@@ -295,7 +295,7 @@ class AdaptedLayer(torch.autograd.Function):
         x, gate_up, down, down_bias, weights, h, *rest = ctx.saved_tensors
         low, routing, learns = rest[2:], ctx.routing, ctx.needs_input_grad[10:]
         narrow = Narrow(*(one if any(learns[2 * i : 2 * i + 2]) else None for i, one in enumerate(rest[:2])))
-        gate_up, down = (ctx.frozen[i] if one is None else one for i, one in enumerate((gate_up, down)))
+        gate_up, down = _as_kept(ctx.frozen, gate_up, down)
         given, needs = weights_of(gate_up, down, None, down_bias), ctx.needs_input_grad[:6]
         ctx.kept.check(dout, weights, h, narrow)
         adapters, found = adapters_of(low, ctx.scales), None
@@ -306,6 +306,11 @@ class AdaptedLayer(torch.autograd.Function):
             with without_autocast(dout.device.type):
                 found = all_gradients(ctx.layer, dout, x, given, weights, h, routing, needs, adapters, narrow)
         return (*found[:6], None, None, None, None, *found[6:])
+
+
+def _as_kept(frozen: Sequence[Frozen | None], *saved: torch.Tensor | None) -> tuple[Any, ...]:
+    """Weights that a forward kept: saved tensors, and quantised weights that nobody has written since."""
+    return tuple(tensor if w is None else w.unchanged() for w, tensor in zip(frozen, saved, strict=True))
 
 
 def adapters_of(low: Sequence[torch.Tensor | None], scales: tuple[float, float]) -> Adapters:

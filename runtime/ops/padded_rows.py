@@ -19,7 +19,7 @@ from ...artifacts.records.problem import Layout, Op, RowOp
 from ...artifacts.tuples import NamedTuple
 from ..check import tensors
 from ..check.call import Rows
-from ..check.saved import Saved
+from ..check.saved import Frozen, Saved
 from ..check.tensors import in_memory
 from ..driver.device import allocator, current_stream, on, without_autocast
 from ..launch import rowops
@@ -234,7 +234,7 @@ class PaddedGemm(torch.autograd.Function):
         y, u = product(x, w, placed, how, bias, one)
         needs_x, needs_w, _, *low = ctx.needs_input_grad[:5]
         learns = any(low)
-        ctx.frozen = w if isinstance(w, ExpertWeights) else None
+        ctx.frozen = Frozen.of(w)
         ctx.save_for_backward(
             x if needs_w or learns else None,
             w if needs_x and ctx.frozen is None else None,
@@ -264,7 +264,7 @@ class PaddedGemm(torch.autograd.Function):
             r = A.shape[1]
             one = LowRank(A, saved.weights("lora.B", B, (E, wide, r)), scale)
             u = None if u is None else saved.whole("x @ lora.A.T", u, (x_shape[0], r))
-        w = ctx.frozen if w is None else w
+        w = ctx.frozen.unchanged() if w is None and ctx.frozen is not None else w
         w = dy.new_empty(()).expand(w_shape) if w is None else w  # only its shape is read
         with without_autocast(dy.device.type):
             found = gradients(dy, x, w, placed, how, needs, one, u)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.precision import PRECISIONS
-from pretuned.runtime import ExpertWeights, grouped_gemm
+from pretuned.runtime import ExpertWeights, Lora, experts_mlp, grouped_gemm, moe_mlp
 from pretuned.runtime.weights import codes
 from pretuned.runtime.weights.order import ORDERS
 
@@ -304,3 +304,40 @@ def test_what_fp8_has_is_quantised_to_its_own_codes() -> None:
         before = every_bit(w)
         w.copy_(w.dequantize(torch.float32))
         assert equal(w, before), format
+
+
+@pytest.mark.parametrize("write", ["copy_", "quantize", "prepare_in_place", "scale"])
+@pytest.mark.parametrize("call", ["grouped_gemm", "grouped_gemm, adapter", "padded", "moe_mlp", "moe_mlp, adapter"])
+def test_no_backward_reads_weights_that_were_written_after_its_forward(call: str, write: str) -> None:
+    """The gradient would be that of the new numbers; torch's own functions refuse it for tensors."""
+    g = torch.Generator().manual_seed(3)
+    e, h, i, r = 2, 64, 64, 4
+    gate_up, down = (
+        ExpertWeights.quantize(torch.randn(e, *shape, generator=g).bfloat16(), "mxfp4")
+        for shape in ((2 * i, h), (h, i))
+    )
+    x = torch.randn(6, h, generator=g).bfloat16().requires_grad_()
+    counts = torch.tensor([4, 2], dtype=torch.int32)
+    low = [
+        Lora(torch.randn(e, r, k, generator=g).bfloat16(), torch.randn(e, n, r, generator=g).bfloat16(), 1.0)
+        for n, k in ((2 * i, h), (h, i))
+    ]
+    ids, weights = torch.tensor([[0, 1]] * 6), torch.rand(6, 2, generator=g)
+    calls = {
+        "grouped_gemm": lambda: grouped_gemm(x, gate_up, counts),
+        "grouped_gemm, adapter": lambda: grouped_gemm(x, gate_up, counts, lora=low[0]),
+        "padded": lambda: experts_mlp(x.view(2, 3, h), gate_up, down, torch.tensor([3, 1], dtype=torch.int32)),
+        "moe_mlp": lambda: moe_mlp(x, gate_up, down, ids, weights),
+        "moe_mlp, adapter": lambda: moe_mlp(x, gate_up, down, ids, weights, lora=(low[0], low[1])),
+    }
+    calls[call]().sum().backward()  # written by nobody
+    y = calls[call]()
+    new = torch.randn(e, 2 * i, h, generator=g).bfloat16()
+    {
+        "copy_": lambda: gate_up.copy_(new),
+        "quantize": lambda: ExpertWeights.quantize(new, "mxfp4", out=gate_up),
+        "prepare_in_place": gate_up.prepare_in_place,
+        "scale": lambda: gate_up.scale.add_(1),
+    }[write]()
+    with pytest.raises(InputError, match="written after a forward"):
+        y.sum().backward()
