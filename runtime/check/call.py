@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ..dispatch.pin import Pin
 
 MAX_RANK = 256  # columns of a low-rank part
-_FUSIONS = tuple(map(Fusion, range(64)))  # by value: enum arithmetic costs more than the rest of a launch
-_INDEXED = (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT).value
 _W = TypeVar("_W", torch.Tensor, ExpertWeights, "torch.Tensor | ExpertWeights")
 
 
@@ -166,7 +164,7 @@ class LowPart(NamedTuple):
     w: torch.Tensor
 
 
-class Rows(NamedTuple):
+class Rows:
     """y[to(m)] = weight(m) * (x[from(m)] @ w[g].T + bias[g]): the forward, or dX with x = dy and y = dx.
 
     ``w`` is 3-D in ``layout``; ``M`` counts the sorted rows. from(m) = index[m] // ``gather_divisor`` (m where that
@@ -176,53 +174,75 @@ class Rows(NamedTuple):
     y whose index has none may hold anything. ``low`` is added by ``products.with_low_part`` alone. ``expected`` is the
     bucket of rows that a kernel is chosen for, if it is not M's; memory and grids are of M rows. With ``x_scale``
     [rows of x, groups] x is e4m3 codes, and row x[r, k] * x_scale[r, group of k].
+
+    From these follow ``sizes`` (E, and N and K of w), ``columns`` and ``dtype`` of y, ``bucket`` (of rows, that the
+    kernel is chosen for), ``spread`` (how many times the expected rows there may be, in buckets; 1 for fewer, or where
+    nothing is expected), ``fusion`` (the kernel's flags), and ``uses_index``: whether the kernel reads ``index``.
+    Nothing is assigned to a product later: ``_replace`` makes another.
     """
 
-    op: Op
-    x: torch.Tensor
-    w: torch.Tensor | ExpertWeights
-    m_sizes: torch.Tensor
-    layout: Layout
-    M: int
-    index: torch.Tensor | None = None  # type: ignore[assignment]  # (no search in a tuple)
-    gather_divisor: int = 0
-    scatter: bool = False
-    row_weights: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    pin: Pin | None = None
-    zero_tail: bool = False
-    bounds: torch.Tensor | None = None
-    loose: bool = False
-    low: LowPart | None = None
-    expected: int | None = None
-    x_scale: torch.Tensor | None = None
+    _FIELDS = (
+        "op",
+        "x",
+        "w",
+        "m_sizes",
+        "layout",
+        "M",
+        "index",
+        "gather_divisor",
+        "scatter",
+        "row_weights",
+        "bias",
+        "pin",
+        "zero_tail",
+        "bounds",
+        "loose",
+        "low",
+        "expected",
+        "x_scale",
+    )
+    __slots__ = (*_FIELDS, "bucket", "columns", "dtype", "fusion", "sizes", "spread", "uses_index")
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """y's dtype."""
-        return self.x.dtype if self.x_scale is None else torch.bfloat16
+    def __init__(
+        self,
+        op: Op,
+        x: torch.Tensor,
+        w: torch.Tensor | ExpertWeights,
+        m_sizes: torch.Tensor,
+        layout: Layout,
+        M: int,
+        index: torch.Tensor | None = None,
+        gather_divisor: int = 0,
+        scatter: bool = False,
+        row_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        pin: Pin | None = None,
+        zero_tail: bool = False,
+        bounds: torch.Tensor | None = None,
+        loose: bool = False,
+        low: LowPart | None = None,
+        expected: int | None = None,
+        x_scale: torch.Tensor | None = None,
+    ) -> None:
+        self.op, self.x, self.w, self.m_sizes, self.layout, self.M = op, x, w, m_sizes, layout, M
+        self.index, self.gather_divisor, self.scatter = index, gather_divisor, scatter
+        self.row_weights, self.bias, self.low, self.x_scale = row_weights, bias, low, x_scale
+        self.pin, self.zero_tail, self.bounds, self.loose, self.expected = pin, zero_tail, bounds, loose, expected
+        E, N, K = w.shape
+        if layout is not Layout.NK:
+            N, K = K, N
+        self.sizes: tuple[int, int, int] = E, N, K
+        self.columns = N if op is Op.FORWARD else K
+        self.dtype = x.dtype if x_scale is None else torch.bfloat16
+        self.bucket, self.spread = bucket_of(M), 1
+        if expected is not None:
+            self.bucket, self.spread = expected, max(1, self.bucket // max(1, expected))
+        flags = (1 if gather_divisor else 0) | (2 if scatter else 0) | (4 if row_weights is not None else 0)
+        self.uses_index = bool(flags)
+        self.fusion = Fusion(flags | (8 if bias is not None else 0) | (32 if low is not None else 0))
 
-    @property
-    def bucket(self) -> int:
-        """The bucket of rows that the kernel is chosen for."""
-        return bucket_of(self.M) if self.expected is None else self.expected
-
-    @property
-    def spread(self) -> int:
-        """How many times the expected rows there may be, in buckets; 1 for fewer, or where nothing is expected."""
-        return 1 if self.expected is None else max(1, bucket_of(self.M) // max(1, self.expected))
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """E, and N and K of w."""
-        E, first, second = self.w.shape
-        return (E, first, second) if self.layout is Layout.NK else (E, second, first)
-
-    @property
-    def columns(self) -> int:
-        """Columns of y."""
-        _, N, K = self.sizes
-        return N if self.op is Op.FORWARD else K
+    def _replace(self, **changed: Any) -> Rows:
+        return Rows(**{name: getattr(self, name) for name in self._FIELDS} | changed)
 
     @property
     def dense(self) -> torch.Tensor:
@@ -230,18 +250,6 @@ class Rows(NamedTuple):
         if not isinstance(self.w, torch.Tensor):
             raise AssertionError(f"{self.w} is no tensor")
         return self.w
-
-    @property
-    def fusion(self) -> Fusion:
-        """The fusions that the kernel has to have."""
-        value = (1 if self.gather_divisor else 0) | (2 if self.scatter else 0)
-        value |= (4 if self.row_weights is not None else 0) | (8 if self.bias is not None else 0)
-        return _FUSIONS[value | (32 if self.low is not None else 0)]
-
-    @property
-    def uses_index(self) -> bool:
-        """Whether the kernel reads ``index``."""
-        return bool(self.fusion.value & _INDEXED)
 
     def index_end(self, y_rows: int) -> int:
         """The first index that something here has no row for."""
