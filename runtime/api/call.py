@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -16,9 +16,11 @@ from ..hooks import demand_tuner
 from ..ops import gradients
 from ..replay.product_plan import ProductPlan, plan
 from ..replay.programs import remember
-from ..weights.expert_weights import ExpertWeights
-from ..weights.quantized_rows import QuantizedRows
 from .lora import Lora
+
+if TYPE_CHECKING:
+    from ..weights.expert_weights import ExpertWeights
+    from ..weights.quantized_rows import QuantizedRows
 
 # The table of plans, a call's key there, and whether its plan is for any number of rows
 _Place: TypeAlias = "tuple[dict[Any, Any], object, bool]"
@@ -50,22 +52,25 @@ def run(
     InputError
         for tensors that can't be used, or don't fit each other.
     """
-    if isinstance(x, QuantizedRows):
-        from . import coded_rows  # here, as few calls have such x
+    if not isinstance(x, torch.Tensor):
+        from ..weights.quantized_rows import QuantizedRows  # here, as few calls have such x
 
-        return coded_rows.run(
-            x,
-            w,
-            m_sizes,
-            form,
-            gather_indices=gather_indices,
-            topk_weights=topk_weights,
-            fuse_mul_post=fuse_mul_post,
-            bias=bias,
-            out=out,
-            lora=lora,
-            expected_rows=expected_rows,
-        )
+        if isinstance(x, QuantizedRows):
+            from . import coded_rows
+
+            return coded_rows.run(
+                x,
+                w,
+                m_sizes,
+                form,
+                gather_indices=gather_indices,
+                topk_weights=topk_weights,
+                fuse_mul_post=fuse_mul_post,
+                bias=bias,
+                out=out,
+                lora=lora,
+                expected_rows=expected_rows,
+            )
     low = () if not isinstance(lora, Lora) else lora[:2]
     if tensors.is_traced(x, w, m_sizes, gather_indices, topk_weights, bias, *low):
         from .torch_library import traced
@@ -90,9 +95,9 @@ def run(
             expected_rows=expected_rows,
         )
     for name, one in (("x", x), ("w", w), ("m_sizes", m_sizes)):
-        if not isinstance(one, torch.Tensor) and not (one is w and isinstance(w, ExpertWeights)):
+        if not isinstance(one, torch.Tensor) and not (one is w and tensors.is_quantised(w)):
             tensors.bad(name, f"a {type(one).__name__}", "a torch.Tensor" + " or ExpertWeights" * (name == "w"))
-    if isinstance(w, ExpertWeights) and form.names_kernels:
+    if not isinstance(w, torch.Tensor) and form.names_kernels:
         raise InputError(
             "grouped_gemm: a kernel_config_* with ExpertWeights is a Config or a Choice, wanted what "
             "get_or_autotune_moe_kernels(..., weights=w) returned. Leave it out; autotune=True measures "
@@ -202,7 +207,7 @@ def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
     dx |= Fusion.GATHER if form.permute_y and form.only_dx else Fusion.NONE  # else dW has dy gathered already
     if fusions.weights is not None and (form.only_dx or not fusions.weights.requires_grad):
         dx |= Fusion.WEIGHT
-    if isinstance(call.w, ExpertWeights):
+    if not isinstance(call.w, torch.Tensor):
         from ..launch.quantised import problems_of  # here, as only tuning asks
 
         return problems_of(call.w, x, forward, code_of(Op.DX, dx))

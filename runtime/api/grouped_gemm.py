@@ -15,13 +15,13 @@ from .. import hooks
 from ..check import tensors
 from ..check.form import expected_bucket
 from ..driver.device import tf32_allowed
-from ..weights.expert_weights import ExpertWeights, key_of
 from .lora import Lora, scales_of
 
 if TYPE_CHECKING:
     from ..dispatch.pin import KernelPair, Pin
     from ..dispatch.snapshot import Snapshot
     from ..replay.product_plan import ProductPlan
+    from ..weights.expert_weights import ExpertWeights
     from ..weights.quantized_rows import QuantizedRows
 
 _tracing = torch.compiler.is_dynamo_compiling
@@ -266,7 +266,7 @@ def grouped_gemm(
                     None if expected_rows is None else _expected(expected_rows, M, gather_indices),
                 )
             key = (
-                w.data_ptr() if type(w) is not ExpertWeights else key_of(w),
+                w.data_ptr() if isinstance(w, torch.Tensor) else (w.codes.data_ptr(), w.format),
                 (M * M).bit_length() // 2,  # ``bucket_of``
                 tensor.requires_grad,
                 out is None,

@@ -8,16 +8,17 @@ import torch
 
 from ...artifacts.records.problem import Fusion, Layout, Op, bucket_of
 from ...artifacts.tuples import NamedTuple
-from ..weights.expert_weights import ExpertWeights
 from . import tensors
 from .form import Form, Fusions, check_fusions, expected_bucket, token_rows
 from .tensors import row_stride
 
 if TYPE_CHECKING:
     from ..dispatch.pin import Pin
+    from ..weights.expert_weights import ExpertWeights
+
+    _W = TypeVar("_W", torch.Tensor, ExpertWeights, "torch.Tensor | ExpertWeights")
 
 MAX_RANK = 256  # columns of a low-rank part
-_W = TypeVar("_W", torch.Tensor, ExpertWeights, "torch.Tensor | ExpertWeights")
 
 
 class Call(NamedTuple):
@@ -104,9 +105,9 @@ def check(
             gather_indices=gather_indices,
             topk_weights=topk_weights,
             bias=bias,
-            **(w.tensors() if isinstance(w, ExpertWeights) else {}),
+            **({} if isinstance(w, torch.Tensor) else w.tensors()),
         )
-    return call._replace(w=w) if isinstance(w, ExpertWeights) else call, rows.x
+    return call if isinstance(w, torch.Tensor) else call._replace(w=w), rows.x
 
 
 def fit(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -12,7 +12,11 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Layout
 from ...artifacts.tuples import NamedTuple
-from ..weights.expert_weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    from ..weights.expert_weights import ExpertWeights
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: DType.FP32}
 _LAYOUTS = {"nk": Layout.NK, "kn": Layout.KN}
@@ -72,9 +76,18 @@ def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str
     return RowGemm(x, w, m_sizes, layout, M, N, K, E)
 
 
+def is_quantised(w: object) -> TypeIs[ExpertWeights]:
+    """Return whether ``w`` is ExpertWeights. Their module is imported only if ``w`` is no tensor."""
+    if isinstance(w, torch.Tensor):
+        return False
+    from ..weights.expert_weights import ExpertWeights
+
+    return isinstance(w, ExpertWeights)
+
+
 def outline(w: torch.Tensor | ExpertWeights, x: torch.Tensor, w_layout: str) -> torch.Tensor:
     """w; for quantised weights a tensor of their shape in x's dtype, without their values: what checks look at."""
-    if not isinstance(w, ExpertWeights):
+    if not is_quantised(w):
         return w
     tensors(x=x)
     if w_layout != "nk":

@@ -18,7 +18,6 @@ from .. import hooks, settings
 from ..check.tensors import DTYPES, check_cuda_dtype, row_stride
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import local_gpu, platform_supported, tell_unsupported, tf32_allowed
-from ..weights.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
     from ..check.call import Rows
@@ -178,7 +177,7 @@ def may_add_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: 
         return False
     if dense:
         return rows_aligned(call, y)
-    pointers = (call.w.codes.data_ptr(), call.w.scale.data_ptr()) if isinstance(call.w, ExpertWeights) else ()
+    pointers = (call.w.codes.data_ptr(), call.w.scale.data_ptr()) if not isinstance(call.w, torch.Tensor) else ()
     strides = (row_stride(one, one.shape[1]) * size for one in (x, y))
     return is_aligned(ALIGNMENT_BYTES, x.data_ptr(), y.data_ptr(), *pointers, *strides)
 

@@ -22,12 +22,12 @@ from ..launch.products import operands_of
 from ..launch.program import One, Program, Recorder
 from ..ops import gradients
 from ..ops.low_rank import LowRank, as_used
-from ..weights.expert_weights import ExpertWeights
 from . import programs
 from .programs import LOW, MOST_ROWS, Given, Guard, Programs, Results
 
 if TYPE_CHECKING:
     from ..ops import autograd
+    from ..weights.expert_weights import ExpertWeights
 
 _W: TypeAlias = "torch.Tensor | ExpertWeights"
 _Sizes: TypeAlias = "tuple[int, int, int]"  # M, the rows of x, the rows of y
@@ -362,7 +362,7 @@ def plan(
         return None
     if any(t is not None and not t.is_contiguous() for t in (weights, bias)) or not (M and call.N and call.K):
         return None
-    if isinstance(w, ExpertWeights) and not w.is_prepared:
+    if not (isinstance(w, torch.Tensor) or w.is_prepared):
         return None
     if varies and (M >= MOST_ROWS or (call.x_rows * (call.x_divisor or 1), call.y_rows) != (M, M)):
         return None
