@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -143,7 +142,7 @@ class Index:
         self._keys, keys_bytes = _records(list(problems), "problems")
         _, choices_bytes = _records(list(problems.values()), "choices")
         self._choices: dict[bytes, bytes] = problems
-        if not all(map(operator.lt, self._keys, self._keys[1:])):
+        if sorted(self._keys) != self._keys:
             raise Malformed("problems are not sorted by their bytes, each once")
         if type(models) is not bytes:
             raise Malformed("models is no bin")
