@@ -9,8 +9,7 @@ import torch
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem
 from ..check import tensors
-from ..check.call import Call, autocast, check
-from ..check.form import Form
+from ..check.call import Call, Form, autocast, check
 from ..driver.device import without_autocast
 from ..hooks import demand_tuner
 from ..ops import gradients

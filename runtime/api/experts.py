@@ -12,8 +12,7 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Layout, bucket_of
 from ...kernels.contract.activations import activation_of
 from ..check import tensors
-from ..check.call import autocast
-from ..check.form import check_fusions, expected_bucket, form_of
+from ..check.call import autocast, check_fusions, expected_bucket, form_of
 from ..driver.device import without_autocast
 from ..launch.products import operands_of
 from ..ops import padded_rows

@@ -13,7 +13,7 @@ import torch
 from ...artifacts.errors import InputError
 from .. import hooks
 from ..check import tensors
-from ..check.form import expected_bucket
+from ..check.call import expected_bucket
 from ..driver.device import tf32_allowed
 from .lora import Lora, scales_of
 
@@ -335,7 +335,7 @@ def grouped_gemm(
 
             snapshot = taken()
         keep = snapshot.plans, key, varies
-    from ..check.form import form_of
+    from ..check.call import form_of
     from .call import run
 
     form = form_of(

@@ -13,7 +13,7 @@ from ...artifacts.records.problem import Layout
 from ...kernels.contract.activations import Activation, activation_of
 from ..check import call as check_call
 from ..check import tensors
-from ..check.form import check_fusions, expected_bucket, form_of
+from ..check.call import check_fusions, expected_bucket, form_of
 from ..dispatch.snapshot import Snapshot
 from ..driver.device import without_autocast
 from ..ops import layer

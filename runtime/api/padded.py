@@ -14,8 +14,7 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Layout, bucket_of
 from .. import hooks
 from ..check import tensors
-from ..check.call import autocast
-from ..check.form import check_fusions, expected_bucket, form_of
+from ..check.call import autocast, check_fusions, expected_bucket, form_of
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import without_autocast
 from ..launch.products import operands_of

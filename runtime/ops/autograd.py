@@ -12,8 +12,7 @@ from torch.autograd.function import once_differentiable
 from ...artifacts.records.problem import Layout
 from ...artifacts.tuples import NamedTuple
 from .. import hooks
-from ..check.call import Call
-from ..check.form import Form, Fusions
+from ..check.call import Call, Form, Fusions
 from ..check.saved import FLOATS, INDICES, Saved
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast

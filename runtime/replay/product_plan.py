@@ -14,8 +14,7 @@ import torch
 
 from ...artifacts.records.problem import Layout
 from ..check import tensors as check_tensors
-from ..check.call import Call
-from ..check.form import Fusions
+from ..check.call import Call, Fusions
 from ..check.tensors import address_of
 from ..driver.device import current_stream, device_is_current, empty, tf32_allowed
 from ..launch.products import operands_of

@@ -14,7 +14,7 @@ from pretuned.kernels.contract.config import Config
 from pretuned.runtime import grouped_gemm, grouped_gemm_dW, grouped_gemm_dX, register_tuner, reload
 from pretuned.runtime.api import call as api_call
 from pretuned.runtime.check import call as check_call
-from pretuned.runtime.check.form import Form, form_of
+from pretuned.runtime.check.call import Form, form_of
 
 T, TOPK, E, N, K = 4, 2, 3, 6, 8
 M = T * TOPK
