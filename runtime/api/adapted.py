@@ -16,12 +16,12 @@ from ..check import tensors
 from ..check.call import MAX_RANK
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import without_autocast
+from ..launch.program import remember
 from ..ops import layer
 from ..ops.layer import FrozenWeights, Layer, Weights
 from ..ops.low_rank import Adapters, LowRank, as_read
 from ..ops.routing import Routing
 from ..replay.layer_plan import plan_layer
-from ..replay.programs import remember
 from ..weights.expert_weights import key_of
 from ..weights.quantized_rows import QuantizedRows
 from .coded_rows import refusal

@@ -12,9 +12,9 @@ from ..check import tensors
 from ..check.call import Call, Form, autocast, check
 from ..driver.device import without_autocast
 from ..hooks import demand_tuner
+from ..launch.program import remember
 from ..ops import gradients
 from ..replay.product_plan import ProductPlan, plan
-from ..replay.programs import remember
 from .lora import Lora
 
 if TYPE_CHECKING:

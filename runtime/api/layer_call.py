@@ -16,12 +16,12 @@ from ..check import tensors
 from ..check.call import check_fusions, expected_bucket, form_of
 from ..dispatch.snapshot import Snapshot
 from ..driver.device import without_autocast
+from ..launch.program import remember
 from ..ops import layer
 from ..ops.activation import RowActivation, activate
 from ..ops.layer import FrozenWeights, Layer, MoeLayer, Weights, weights_of
 from ..ops.routing import Routing, sort
 from ..replay.layer_plan import LayerPlan, plan_layer
-from ..replay.programs import remember
 from ..weights.expert_weights import ExpertWeights
 from ..weights.quantized_rows import QuantizedRows, checked
 from .adapted import adapted_layer

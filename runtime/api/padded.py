@@ -18,12 +18,11 @@ from ..check.call import autocast, check_fusions, expected_bucket, form_of
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import without_autocast
 from ..launch.products import operands_of
-from ..launch.program import NOW
+from ..launch.program import NOW, remember
 from ..ops import padded_rows
 from ..ops.low_rank import LowRank, as_used
 from ..ops.padded_rows import How, PaddedGemm, Placed
 from ..replay.padded_plan import Compute, PaddedPlan, as_rows, placed_of, plan
-from ..replay.programs import remember
 from ..weights.expert_weights import ExpertWeights, key_of
 from ..weights.quantized_rows import QuantizedRows
 from .adapted import check_no_gradient, low_rank_of
