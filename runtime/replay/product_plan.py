@@ -358,16 +358,17 @@ def plan(
         return None
     if fusions.weights is not weights or fusions.bias is not bias or fusions.index is not index:
         return None
-    if any(t is not None and not t.is_contiguous() for t in (weights, bias)) or not (M and call.N and call.K):
+    if any(t is not None and not t.is_contiguous() for t in (weights, bias)) or not M or 0 in call.w.shape[1:]:
         return None
     if not (isinstance(w, torch.Tensor) or w.is_prepared):
         return None
-    if varies and (M >= MOST_ROWS or (call.x_rows * (call.x_divisor or 1), call.y_rows) != (M, M)):
+    if varies and (M >= MOST_ROWS or (call.x_rows * (form.topk if form.permute_x else 1), call.y_rows) != (M, M)):
         return None
     low = () if one is None else one[:2]
     if any(matrix.data_ptr() & LOW for matrix in low):
         return None
-    given = (x, *operands_of(w).values(), call.m_sizes, weights, bias, index, out, *low)
+    operands = (w,) if isinstance(w, torch.Tensor) else operands_of(w).values()
+    given = (x, *operands, call.m_sizes, weights, bias, index, out, *low)
     tensors = [each for each in given if each is not None]
     rows = {id(each) for each in (x, weights, index, out)} if varies else set()
     loose = [i for i, each in enumerate(tensors) if id(each) in rows]
