@@ -20,10 +20,10 @@ from ..ops.activation import RowActivation, activate
 from ..ops.layer import Layer, weights_of
 from ..ops.low_rank import Adapters, as_used
 from ..ops.padded_rows import How, PackedActivation, PaddedGemm, Placed
-from ..replay.padded_plan import placed_of
 from ..weights.expert_weights import ExpertWeights, key_of
 from .lora import Lora, adapters_given, scales_of
 from .padded import adapter, check_out, check_rows, most_rows, named, recorded, run_recorded
+from .padded_plan import placed_of
 
 if TYPE_CHECKING:
     from ...kernels.contract.activations import Activation

@@ -1,6 +1,6 @@
 """``grouped_gemm``: a call that is like an earlier one runs its plan, any other is checked and leaves one.
 
-Plans are in one table of the snapshot, by what decides of a call which kernels run and how: ``replay/product_plan.py``
+Plans are in one table of the snapshot, by what decides of a call which kernels run and how: ``product_plan.py``
 compares the rest. Any other call is checked, cast for autocast, tuned if asked, then run with its gradient or without.
 """
 
@@ -18,8 +18,8 @@ from ..check.call import Call, Form, autocast, check, expected_bucket, form_of
 from ..driver.device import tf32_allowed, without_autocast
 from ..launch.program import remember
 from ..ops import gradients
-from ..replay.product_plan import ProductPlan, plan
 from .lora import Lora, scales_of
+from .product_plan import ProductPlan, plan
 
 if TYPE_CHECKING:
     from ..dispatch.pin import KernelPair, Pin

@@ -22,11 +22,11 @@ from ..launch.program import NOW, remember
 from ..ops import padded_rows
 from ..ops.low_rank import LowRank, as_used
 from ..ops.padded_rows import How, PaddedGemm, Placed
-from ..replay.padded_plan import Compute, PaddedPlan, as_rows, placed_of, plan
 from ..weights.expert_weights import ExpertWeights, key_of
 from ..weights.quantized_rows import QuantizedRows
 from .adapted import check_no_gradient, low_rank_of
 from .lora import Lora, scales_of
+from .padded_plan import Compute, PaddedPlan, as_rows, placed_of, plan
 
 _CALL = "grouped_gemm"
 _tracing = torch.compiler.is_dynamo_compiling

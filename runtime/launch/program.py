@@ -4,8 +4,8 @@ The arithmetic of a call, in the rooms above, is over an object of ``Now``: it m
 where a call needs it. A ``Recorder`` does the same and writes it down, in the terms of the tensors that the call was
 given, as a ``Program``: a later call that is like it runs that, and none of the arithmetic above.
 
-A plan (runtime/replay) has ``Programs``. It takes a call only if its tensors pass one guard (``guard``) and begin as
-well aligned as the first ones. Any other call goes the long way, which checks everything.
+A plan (runtime/api/product_plan.py) has ``Programs``. It takes a call only if its tensors pass one guard (``guard``)
+and begin as well aligned as the first ones. Any other call goes the long way, which checks everything.
 """
 
 from __future__ import annotations

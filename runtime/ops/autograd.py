@@ -68,7 +68,7 @@ class GroupedGemm(torch.autograd.Function):
         sizes: tuple[int, int, int],
         plan: Any = None,
     ) -> torch.Tensor:
-        """The product; what a gradient needs is saved. ``plan`` is a ``replay.product_plan.ProductPlan``."""
+        """The product; what a gradient needs is saved. ``plan`` is a ``api.product_plan.ProductPlan``."""
         note_mode(ctx)
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         keeps_x = needs_w or needs_weights
@@ -109,7 +109,7 @@ class GroupedGemm(torch.autograd.Function):
 class Adapted(NamedTuple):
     """All of a call with an adapter that is no tensor: (M, x_rows, y_rows) are ``sizes``, the adapter's is ``scale``.
 
-    ``plan`` is a ``replay.product_plan.ProductPlan``, or None.
+    ``plan`` is a ``api.product_plan.ProductPlan``, or None.
     """
 
     form: Form

@@ -19,7 +19,7 @@ watched = ("torch", "triton", "click", "rich", "pebble", "filelock", "msgpack",
            "pretuned.aot", "pretuned.artifacts.files", "pretuned.artifacts.format", "pretuned.kernels",
            "pretuned.kernels.registry", "pretuned.kernels.cost_model", "pretuned.kernels.portable_plain.rows",
            "pretuned.runtime.dispatch", "pretuned.runtime.driver.cuda", "pretuned.runtime.launch",
-           "pretuned.runtime.ops", "pretuned.runtime.replay.product_plan")
+           "pretuned.runtime.ops", "pretuned.runtime.api.product_plan")
 found = {name: name in sys.modules for name in watched}
 torch = sys.modules.get("torch")
 print(json.dumps(found | {"cuda": bool(torch and torch.cuda.is_initialized())}))
