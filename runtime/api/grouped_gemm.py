@@ -200,7 +200,7 @@ def grouped_gemm(
             only_dx=dX_only,
             only_dw=dW_only,
         )
-    if isinstance(lora, Lora) and lora.dropout:
+    if lora is not None and isinstance(lora, Lora) and lora.dropout:
         from .adapted import dropped
 
         moves = {
