@@ -74,6 +74,17 @@ def glance_at_gpus(begin: bytes) -> tuple[Gpu, ...] | None:
         return None
 
 
+def glance_at_kernels(begin: bytes) -> frozenset[str] | None:
+    """Read the kernels' names in the first bytes of an index, digest unchecked; None if these don't hold all."""
+    values = begins_with(begin, FIELDS[: FIELDS.index("kernels") + 1], max_items=lim.MAX_KERNELS)
+    if values is None:
+        return None
+    try:
+        return frozenset(read_kernel(kernel).name for kernel in items(values[-1], "kernels", 0, lim.MAX_KERNELS))
+    except Malformed:
+        return None
+
+
 ProductKey = tuple[Op, Fusion, int, int, int]  # a problem without its dtype, layout and top_k
 
 
