@@ -217,7 +217,7 @@ def _checked(
     form = form_of(w_layout=w_layout, topk=1, permute_x=False, permute_y=False)
 
     def product(rows: torch.Tensor, w: Any, bias: torch.Tensor | None) -> tensors.RowGemm:
-        found = tensors.check(rows, tensors.outline(w, rows, w_layout), m_sizes, w_layout)
+        found = tensors.check(rows, w, m_sizes, w_layout)
         check_fusions(
             form, m_sizes, x.dtype, found.N, gather_indices=None, topk_weights=None, fuse_mul_post=False, bias=bias
         )

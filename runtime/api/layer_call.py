@@ -267,11 +267,11 @@ def _checked(
     gate_up, down, gate_up_bias, down_bias = given
     index, m_sizes, *_ = routing
     with _product("gate_up"):
-        first = tensors.check(x, tensors.outline(gate_up, x, w_layout), m_sizes, w_layout, copies=copies)
+        first = tensors.check(x, gate_up, m_sizes, w_layout, copies=copies)
     form = form_of(w_layout=w_layout, topk=how.top_k, permute_x=True, permute_y=True)
     I = first.N // 2 if how.act.gated else first.N  # noqa: E741
     with _product("down"):
-        second = tensors.check(x.new_empty((0, I)), tensors.outline(down, x, w_layout), m_sizes, w_layout)
+        second = tensors.check(x.new_empty((0, I)), down, m_sizes, w_layout)
     for one, bias, name in ((first, gate_up_bias, "gate_up"), (second, down_bias, "down")):
         with _product(name):
             check_fusions(

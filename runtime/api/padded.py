@@ -106,7 +106,7 @@ def padded_gemm(
     form = form_of(w_layout=w_layout, zero_tail=zero_tail, dX_only=only_dx, dW_only=only_dw, **moves)
     x, w, bias = autocast(x, w, bias)
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    rows = tensors.check(flat, tensors.outline(w, flat, w_layout), m_sizes, w_layout)
+    rows = tensors.check(flat, w, m_sizes, w_layout)
     flat, R, N = rows.x, rows.M, rows.N
     check_fusions(form, m_sizes, x.dtype, N, gather_indices=None, topk_weights=None, fuse_mul_post=False, bias=bias)
     if x.is_cuda:

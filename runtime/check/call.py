@@ -372,7 +372,7 @@ def check(
 ) -> tuple[Call, torch.Tensor]:
     """The call, and x with usable rows, or without ``copies`` as it is; InputError for what can't be."""
     layout = form.layout.value
-    rows = tensors.check(x, tensors.outline(w, x, layout), m_sizes, layout, copies=copies)
+    rows = tensors.check(x, w, m_sizes, layout, copies=copies)
     call = fit(
         rows,
         rows.M,

@@ -42,14 +42,19 @@ class RowGemm(NamedTuple):
     E: int
 
 
-def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str, *, copies: bool = True) -> RowGemm:
+def check(
+    x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, w_layout: str, *, copies: bool = True
+) -> RowGemm:
     """The call in numbers. With ``copies`` x is made contiguous where its rows are not; w never is.
+
+    Quantised weights are checked, and returned, as their ``outline``.
 
     Raises
     ------
     InputError
         naming the argument, what it is, what is wanted and what to do.
     """
+    w = outline(w, x, w_layout)
     tensors(x=x, w=w, m_sizes=m_sizes)
     if not isinstance(w_layout, str) or w_layout not in _LAYOUTS:
         bad("w_layout", repr(w_layout), "'nk' (w is [E, N, K]) or 'kn' (w is [E, K, N])")
