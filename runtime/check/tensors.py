@@ -14,8 +14,6 @@ from ...artifacts.records.problem import Layout
 from ...artifacts.tuples import NamedTuple
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeIs
-
     from ..weights.expert_weights import ExpertWeights
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: DType.FP32}
@@ -81,7 +79,7 @@ def check(
     return RowGemm(x, w, m_sizes, layout, M, N, K, E)
 
 
-def is_quantised(w: object) -> TypeIs[ExpertWeights]:
+def is_quantised(w: object) -> bool:
     """Return whether ``w`` is ExpertWeights. Their module is imported only if ``w`` is no tensor."""
     if isinstance(w, torch.Tensor):
         return False
@@ -92,8 +90,8 @@ def is_quantised(w: object) -> TypeIs[ExpertWeights]:
 
 def outline(w: torch.Tensor | ExpertWeights, x: torch.Tensor, w_layout: str) -> torch.Tensor:
     """w; for quantised weights a tensor of their shape in x's dtype, without their values: what checks look at."""
-    if not is_quantised(w):
-        return w
+    if isinstance(w, torch.Tensor) or not is_quantised(w):
+        return w  # type: ignore[return-value]  # (what is neither is refused by the caller)
     tensors(x=x)
     if w_layout != "nk":
         bad("w_layout", repr(w_layout), "'nk', as ExpertWeights are E matrices [N, K]")
