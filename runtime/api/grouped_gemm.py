@@ -458,7 +458,8 @@ def _run(
             "their kernels"
         )
     given = x, w, bias
-    x, w, bias = autocast(x, w, bias)
+    if torch.is_autocast_enabled(x.device.type):
+        x, w, bias = autocast(x, w, bias)
     call, rows = check(x, w, m_sizes, form, gather_indices, topk_weights, fuse_mul_post, bias, out, expected_rows)
     own = rows is given[0] and bias is given[2] and w is given[1]
     x = rows
