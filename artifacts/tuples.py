@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from typing import NamedTuple as NamedTuple
 else:
     from _collections import _tuplegetter
-    from functools import cache
     from types import FunctionType
 
     class _Tuple(tuple):
@@ -38,11 +37,38 @@ else:
         def __getnewargs__(self):
             return tuple(self)
 
-    @cache
+    new = tuple.__new__
+    # ``__new__`` by the number of fields. Python keeps the bytecode of these functions with this module's: compiling
+    # one takes 100 us. A class with another number of fields has its own compiled.
+    _NEW = {
+        function.__code__.co_argcount - 1: function
+        for function in (
+            lambda _cls, a: new(_cls, (a,)),
+            lambda _cls, a, b: new(_cls, (a, b)),
+            lambda _cls, a, b, c: new(_cls, (a, b, c)),
+            lambda _cls, a, b, c, d: new(_cls, (a, b, c, d)),
+            lambda _cls, a, b, c, d, e: new(_cls, (a, b, c, d, e)),
+            lambda _cls, a, b, c, d, e, f: new(_cls, (a, b, c, d, e, f)),
+            lambda _cls, a, b, c, d, e, f, g: new(_cls, (a, b, c, d, e, f, g)),
+            lambda _cls, a, b, c, d, e, f, g, h: new(_cls, (a, b, c, d, e, f, g, h)),
+            lambda _cls, a, b, c, d, e, f, g, h, i: new(_cls, (a, b, c, d, e, f, g, h, i)),
+            lambda _cls, a, b, c, d, e, f, g, h, i, j: new(_cls, (a, b, c, d, e, f, g, h, i, j)),
+            lambda _cls, a, b, c, d, e, f, g, h, i, j, k: new(_cls, (a, b, c, d, e, f, g, h, i, j, k)),
+            lambda _cls, a, b, c, d, e, f, g, h, i, j, k, m: new(_cls, (a, b, c, d, e, f, g, h, i, j, k, m)),
+            lambda _cls, a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q, r, s, t, u: new(
+                _cls, (a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q, r, s, t, u)
+            ),
+            lambda _cls, a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q, r, s, t, u, v, w, x, y, z, A, B, C, D, E, F: (
+                new(_cls, (a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q, r, s, t, u, v, w, x, y, z, A, B, C, D, E, F))
+            ),
+        )
+    }
+
     def _new(count):
-        """Return ``__new__`` for classes with ``count`` fields: compiling it for each class would take most time."""
-        fields = ", ".join(f"field{i}" for i in range(count))
-        return eval(f"lambda _cls, {fields}: new(_cls, ({fields},))", {"new": tuple.__new__})  # noqa: S307 (numbers)
+        if count not in _NEW:
+            fields = ", ".join(f"field{i}" for i in range(count))
+            _NEW[count] = eval(f"lambda _cls, {fields}: new(_cls, ({fields},))", {"new": new})  # noqa: S307 (numbers)
+        return _NEW[count]
 
     class _Made(type):
         def __new__(cls, name, bases, body):

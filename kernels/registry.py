@@ -79,6 +79,12 @@ def entry_named(name: str) -> Entry | KernelEntry | None:
     return next((entry for entry in others if entry.name == name), None)
 
 
+@functools.cache
+def names_for(dtype: DType) -> frozenset[str]:
+    """Return the names of the GEMM kernels for a dtype."""
+    return frozenset(entry.name for entry in _kernels(_folders(dtype)) if dtype in entry.dtypes)
+
+
 def _kind(dtype: DType) -> tuple[bool, ...]:
     """Return (w is quantised, x is quantised, w has zero points, w is mxfp8), to tell kernels of one schedule apart."""
     scale = dtype.precision.w.scale

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import msgpack
 
-from ...artifacts.format.schema import FUSIONS
+from ...artifacts.format.schema import MAX_FUSION
 from ...artifacts.records.precision import PLAIN_DTYPES, DType
-from ...artifacts.records.problem import Op
+from ...artifacts.records.problem import Fusion, Op
 from ...kernels.contract.config import Config
 from ...runtime.dispatch.pin import KernelPair, Preference
 
@@ -73,7 +73,7 @@ def _pair(value: tuple[str, object, object]) -> KernelPair:
 
 
 # Fusion(2**63) is an error in some versions of Python, and Fusion.NONE in others.
-_FUSIONS = {fusion.value: fusion for fusion in FUSIONS}
+_FUSIONS = {bits: Fusion(bits) for bits in range(MAX_FUSION + 1)}
 
 
 def _preferred(value: object) -> Preference:

@@ -13,12 +13,12 @@ import hashlib
 import os
 import stat
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
 from typing import Any
 
 from ..errors import BundleError, BundleUnreadable, BundleUntrusted, HostError
-from ..format.index import GLANCED_BYTES, Index, glance, glance_at_gpus
+from ..format.index import GLANCED_BYTES, Index, glance, glance_at_gpus, glance_at_kernels
 from ..format.wire import (
     BLOB_HEADER_BYTES,
     PREAMBLE_BYTES,
@@ -52,8 +52,8 @@ def open_bundle(
     sha256
         Digest of the whole file, 64 hex digits as ``sha256sum`` prints them. It replaces the check of the directories.
     later
-        Check the index only when it is needed: ``target`` and ``may_be_of``, enough to skip other GPUs' bundles, work
-        without it.
+        Check the index only when it is needed: ``target``, ``may_be_of`` and ``may_have``, enough to skip bundles for
+        other GPUs and dtypes, work without it.
     signed
         The caller checks a signature of ``digest`` before it uses anything else: a group may then write the file.
 
@@ -321,6 +321,19 @@ class BundleFile:
         else:
             measured = None if isinstance(self._checked, BundleError) else self._checked.gpus
         return measured is None or any(candidate.is_like(gpu) for candidate in measured)
+
+    def may_have(self, kernels: Collection[str]) -> bool:
+        """Return False only if the bundle has none of these kernels, by name.
+
+        With ``later`` this reads the index's first bytes, unchecked; True if they don't hold all kernels.
+        """
+        if self._checked is None:
+            names = glance_at_kernels(self._begin)
+        elif isinstance(self._checked, BundleError):
+            names = None
+        else:
+            names = frozenset(kernel.name for kernel in self._checked.kernels)
+        return names is None or any(name in names for name in kernels)
 
     @property
     def variant_count(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -71,6 +70,17 @@ def glance_at_gpus(begin: bytes) -> tuple[Gpu, ...] | None:
         return None
     try:
         return tuple(read_gpu(gpu) for gpu in items(values[-1], "gpus", 0, lim.MAX_GPUS))
+    except Malformed:
+        return None
+
+
+def glance_at_kernels(begin: bytes) -> frozenset[str] | None:
+    """Read the kernels' names in the first bytes of an index, digest unchecked; None if these don't hold all."""
+    values = begins_with(begin, FIELDS[: FIELDS.index("kernels") + 1], max_items=lim.MAX_KERNELS)
+    if values is None:
+        return None
+    try:
+        return frozenset(read_kernel(kernel).name for kernel in items(values[-1], "kernels", 0, lim.MAX_KERNELS))
     except Malformed:
         return None
 
@@ -143,7 +153,7 @@ class Index:
         self._keys, keys_bytes = _records(list(problems), "problems")
         _, choices_bytes = _records(list(problems.values()), "choices")
         self._choices: dict[bytes, bytes] = problems
-        if not all(map(operator.lt, self._keys, self._keys[1:])):
+        if sorted(self._keys) != self._keys:
             raise Malformed("problems are not sorted by their bytes, each once")
         if type(models) is not bytes:
             raise Malformed("models is no bin")

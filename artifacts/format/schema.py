@@ -20,7 +20,7 @@ OPS = {op.value: op for op in Op}
 VARIANT_OPS: dict[str, Op | RowOp] = {**OPS, **{op.value: op for op in RowOp}}
 DTYPES = {dtype.value: dtype for dtype in DType}
 LAYOUTS = {layout.value: layout for layout in Layout}
-FUSIONS = tuple(Fusion(bits) for bits in range(2 * max(f.value for f in Fusion)))
+MAX_FUSION = 2 * max(flag.value for flag in Fusion) - 1  # all flags
 KINDS = {kind: kind for kind in ("ptr", "i32", "i64", "desc2", "desc3", "desc4", "desc5")}
 SOURCES = (Source.MODELLED, Source.MEASURED)  # 0 and 1 on the wire
 WAYS = tuple(Way)
@@ -130,7 +130,7 @@ def problem_of(value: object) -> Problem:
         integer(N, "problem.N", 1, lim.MAX_DIM),
         integer(K, "problem.K", 1, lim.MAX_DIM),
         pick(layout, "problem.layout", LAYOUTS),
-        FUSIONS[integer(fusion, "problem.fusion", 0, len(FUSIONS) - 1)],
+        Fusion(integer(fusion, "problem.fusion", 0, MAX_FUSION)),
         integer(top_k, "problem.top_k", 0, lim.MAX_EXPERTS),
     )
     if problem.top_k and not problem.fusion & INDEXED:
@@ -322,7 +322,7 @@ def read_variant(record: bytes, cubin_bytes: int) -> Variant:
         pick(op, "variant.op", VARIANT_OPS),
         pick(dtype, "variant.dtype", DTYPES),
         pick(layout, "variant.layout", LAYOUTS),
-        FUSIONS[integer(fusion, "variant.fusion", 0, len(FUSIONS) - 1)],
+        Fusion(integer(fusion, "variant.fusion", 0, MAX_FUSION)),
         alignment,
         integer(max_experts, "variant.max_experts", 1, lim.MAX_EXPERTS),
         _config(config),

@@ -16,15 +16,15 @@ from ..check import tensors
 from ..check.call import MAX_RANK
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import without_autocast
+from ..launch.program import remember
 from ..ops import layer
 from ..ops.layer import FrozenWeights, Layer, Weights
 from ..ops.low_rank import Adapters, LowRank, as_read
 from ..ops.routing import Routing
-from ..replay.layer_plan import plan_layer
-from ..replay.programs import remember
 from ..weights.expert_weights import key_of
 from ..weights.quantized_rows import QuantizedRows
 from .coded_rows import refusal
+from .layer_plan import plan_layer
 from .lora import Lora
 
 
@@ -113,7 +113,7 @@ def adapted_layer(
     """A whole layer with adapters of its products, as one function with its own gradient.
 
     Where it ``comes_again``, its weights being the caller's own, what it comes to is written down for layers of these
-    weights (``replay/layer_plan.py``), as ``known_as``, too.
+    weights (``layer_plan.py``), as ``known_as``, too.
 
     Raises
     ------

@@ -6,8 +6,7 @@ import torch
 
 from ...artifacts.errors import InputError
 from ..check import tensors
-from ..check.call import check
-from ..check.form import Form
+from ..check.call import Form, check
 from ..driver.device import without_autocast
 from ..ops import gradients
 from ..weights.expert_weights import ExpertWeights

@@ -12,8 +12,7 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Layout, bucket_of
 from ...kernels.contract.activations import activation_of
 from ..check import tensors
-from ..check.call import autocast
-from ..check.form import check_fusions, expected_bucket, form_of
+from ..check.call import autocast, check_fusions, expected_bucket, form_of
 from ..driver.device import without_autocast
 from ..launch.products import operands_of
 from ..ops import padded_rows
@@ -21,10 +20,10 @@ from ..ops.activation import RowActivation, activate
 from ..ops.layer import Layer, weights_of
 from ..ops.low_rank import Adapters, as_used
 from ..ops.padded_rows import How, PackedActivation, PaddedGemm, Placed
-from ..replay.padded_plan import placed_of
 from ..weights.expert_weights import ExpertWeights, key_of
 from .lora import Lora, adapters_given, scales_of
 from .padded import adapter, check_out, check_rows, most_rows, named, recorded, run_recorded
+from .padded_plan import placed_of
 
 if TYPE_CHECKING:
     from ...kernels.contract.activations import Activation
@@ -218,7 +217,7 @@ def _checked(
     form = form_of(w_layout=w_layout, topk=1, permute_x=False, permute_y=False)
 
     def product(rows: torch.Tensor, w: Any, bias: torch.Tensor | None) -> tensors.RowGemm:
-        found = tensors.check(rows, tensors.outline(w, rows, w_layout), m_sizes, w_layout)
+        found = tensors.check(rows, w, m_sizes, w_layout)
         check_fusions(
             form, m_sizes, x.dtype, found.N, gather_indices=None, topk_weights=None, fuse_mul_post=False, bias=bias
         )

@@ -10,8 +10,7 @@ import torch
 from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Layout
 from ..check import tensors
-from ..check.call import Call, fit
-from ..check.form import form_of
+from ..check.call import Call, fit, form_of
 from ..driver.device import without_autocast
 from ..ops import gradients
 from ..ops.gradients import GradY

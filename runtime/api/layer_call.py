@@ -13,20 +13,20 @@ from ...artifacts.records.problem import Layout
 from ...kernels.contract.activations import Activation, activation_of
 from ..check import call as check_call
 from ..check import tensors
-from ..check.form import check_fusions, expected_bucket, form_of
+from ..check.call import check_fusions, expected_bucket, form_of
 from ..dispatch.snapshot import Snapshot
 from ..driver.device import without_autocast
+from ..launch.program import remember
 from ..ops import layer
 from ..ops.activation import RowActivation, activate
 from ..ops.layer import FrozenWeights, Layer, MoeLayer, Weights, weights_of
 from ..ops.routing import Routing, sort
-from ..replay.layer_plan import LayerPlan, plan_layer
-from ..replay.programs import remember
 from ..weights.expert_weights import ExpertWeights
 from ..weights.quantized_rows import QuantizedRows, checked
 from .adapted import adapted_layer
 from .coded_rows import refusal
 from .grouped_gemm import grouped_gemm
+from .layer_plan import LayerPlan, plan_layer
 from .lora import Lora, adapters_given
 from .routing import check_ids
 
@@ -267,11 +267,11 @@ def _checked(
     gate_up, down, gate_up_bias, down_bias = given
     index, m_sizes, *_ = routing
     with _product("gate_up"):
-        first = tensors.check(x, tensors.outline(gate_up, x, w_layout), m_sizes, w_layout, copies=copies)
+        first = tensors.check(x, gate_up, m_sizes, w_layout, copies=copies)
     form = form_of(w_layout=w_layout, topk=how.top_k, permute_x=True, permute_y=True)
     I = first.N // 2 if how.act.gated else first.N  # noqa: E741
     with _product("down"):
-        second = tensors.check(x.new_empty((0, I)), tensors.outline(down, x, w_layout), m_sizes, w_layout)
+        second = tensors.check(x.new_empty((0, I)), down, m_sizes, w_layout)
     for one, bias, name in ((first, gate_up_bias, "gate_up"), (second, down_bias, "down")):
         with _product(name):
             check_fusions(

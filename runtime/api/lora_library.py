@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..check.form import Form
+from ..check.call import Form
 from ..check.saved import as_kept, kinds_of
 from ..driver.device import without_autocast
 from ..ops import gradients

@@ -14,7 +14,7 @@ import torch
 from ...artifacts.records.problem import bucket_of
 from .. import hooks
 from ..check import tensors
-from ..check.form import expected_bucket
+from ..check.call import expected_bucket
 from ..weights.expert_weights import ExpertWeights, key_of
 from .lora import Lora, adapters_given, scales_of
 

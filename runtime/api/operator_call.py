@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ..check.call import Call, check
-from ..check.form import form_of
+from ..check.call import Call, check, form_of
 from ..weights.expert_weights import ExpertWeights
 
 _REST = 9  # arguments of REST

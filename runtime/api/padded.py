@@ -14,21 +14,19 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.problem import Layout, bucket_of
 from .. import hooks
 from ..check import tensors
-from ..check.call import autocast
-from ..check.form import check_fusions, expected_bucket, form_of
+from ..check.call import autocast, check_fusions, expected_bucket, form_of
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import without_autocast
 from ..launch.products import operands_of
-from ..launch.program import NOW
+from ..launch.program import NOW, remember
 from ..ops import padded_rows
 from ..ops.low_rank import LowRank, as_used
 from ..ops.padded_rows import How, PaddedGemm, Placed
-from ..replay.padded_plan import Compute, PaddedPlan, as_rows, placed_of, plan
-from ..replay.programs import remember
 from ..weights.expert_weights import ExpertWeights, key_of
 from ..weights.quantized_rows import QuantizedRows
 from .adapted import check_no_gradient, low_rank_of
 from .lora import Lora, scales_of
+from .padded_plan import Compute, PaddedPlan, as_rows, placed_of, plan
 
 _CALL = "grouped_gemm"
 _tracing = torch.compiler.is_dynamo_compiling
@@ -108,7 +106,7 @@ def padded_gemm(
     form = form_of(w_layout=w_layout, zero_tail=zero_tail, dX_only=only_dx, dW_only=only_dw, **moves)
     x, w, bias = autocast(x, w, bias)
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    rows = tensors.check(flat, tensors.outline(w, flat, w_layout), m_sizes, w_layout)
+    rows = tensors.check(flat, w, m_sizes, w_layout)
     flat, R, N = rows.x, rows.M, rows.N
     check_fusions(form, m_sizes, x.dtype, N, gather_indices=None, topk_weights=None, fuse_mul_post=False, bias=bias)
     if x.is_cuda:

@@ -11,8 +11,7 @@ import torch
 
 from ...artifacts.errors import InputError
 from ..check import tensors
-from ..check.call import autocast
-from ..check.form import Form, check_expected
+from ..check.call import Form, autocast, check_expected
 from ..check.saved import as_kept, kinds_of
 from ..driver.device import without_autocast
 from ..ops import gradients

@@ -7,14 +7,16 @@ reads addresses, so another dtype or shape would be read as other numbers, and p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.tuples import NamedTuple
-from ..weights.expert_weights import ExpertWeights
 from .tensors import PLAIN, in_memory, rows_usable
+
+if TYPE_CHECKING:
+    from ..weights.expert_weights import ExpertWeights
 
 INDICES = (torch.int32, torch.int64)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -57,9 +59,9 @@ class Frozen(NamedTuple):
     writes: int
 
     @classmethod
-    def of(cls, w: object) -> Frozen | None:
+    def of(cls, w: torch.Tensor | ExpertWeights | None) -> Frozen | None:
         """What is kept of w; None of a tensor, which a function saves."""
-        return cls(w, _writes(w)) if isinstance(w, ExpertWeights) else None
+        return None if w is None or isinstance(w, torch.Tensor) else cls(w, _writes(w))
 
     def unchanged(self) -> ExpertWeights:
         """The weights.

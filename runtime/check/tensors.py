@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -12,7 +12,9 @@ from ...artifacts.errors import InputError
 from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Layout
 from ...artifacts.tuples import NamedTuple
-from ..weights.expert_weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from ..weights.expert_weights import ExpertWeights
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: DType.FP32}
 _LAYOUTS = {"nk": Layout.NK, "kn": Layout.KN}
@@ -38,14 +40,19 @@ class RowGemm(NamedTuple):
     E: int
 
 
-def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str, *, copies: bool = True) -> RowGemm:
+def check(
+    x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, w_layout: str, *, copies: bool = True
+) -> RowGemm:
     """The call in numbers. With ``copies`` x is made contiguous where its rows are not; w never is.
+
+    Quantised weights are checked, and returned, as their ``outline``.
 
     Raises
     ------
     InputError
         naming the argument, what it is, what is wanted and what to do.
     """
+    w = outline(w, x, w_layout)
     tensors(x=x, w=w, m_sizes=m_sizes)
     if not isinstance(w_layout, str) or w_layout not in _LAYOUTS:
         bad("w_layout", repr(w_layout), "'nk' (w is [E, N, K]) or 'kn' (w is [E, K, N])")
@@ -72,10 +79,19 @@ def check(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, w_layout: str
     return RowGemm(x, w, m_sizes, layout, M, N, K, E)
 
 
+def is_quantised(w: object) -> bool:
+    """Return whether ``w`` is ExpertWeights. Their module is imported only if ``w`` is no tensor."""
+    if isinstance(w, torch.Tensor):
+        return False
+    from ..weights.expert_weights import ExpertWeights
+
+    return isinstance(w, ExpertWeights)
+
+
 def outline(w: torch.Tensor | ExpertWeights, x: torch.Tensor, w_layout: str) -> torch.Tensor:
     """w; for quantised weights a tensor of their shape in x's dtype, without their values: what checks look at."""
-    if not isinstance(w, ExpertWeights):
-        return w
+    if isinstance(w, torch.Tensor) or not is_quantised(w):
+        return w  # type: ignore[return-value]  # (what is neither is refused by the caller)
     tensors(x=x)
     if w_layout != "nk":
         bad("w_layout", repr(w_layout), "'nk', as ExpertWeights are E matrices [N, K]")

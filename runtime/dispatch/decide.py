@@ -17,6 +17,7 @@ from ...artifacts.records.precision import DType
 from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
 from ...artifacts.records.target import LocalGpu
 from ...artifacts.tuples import NamedTuple
+from ...kernels import registry
 from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.contract.spec import code_of
 from .. import hooks
@@ -181,7 +182,7 @@ def _decide(
     view.demand_named_files()
     found = chosen(snapshot, problem, bucket, local, view, **how) if view.usable else []
     if not _is_unbeatable(found, local):
-        view = snapshot.nearer_view(local)
+        view = snapshot.nearer_view(local, registry.names_for(problem.dtype))
         found = chosen(snapshot, problem, bucket, local, view, **how)
     if not _is_unbeatable(found, local):
         view = snapshot.view(local, installed=True)

@@ -173,20 +173,22 @@ class Snapshot:
                 self._tell(view.skipped)
         return view
 
-    def nearer_view(self, local: LocalGpu) -> View:
+    def nearer_view(self, local: LocalGpu, kernels: frozenset[str] | None = None) -> View:
         """The same with those of the installed ones alone that say that they were measured on such a GPU.
 
-        Of the others, for other GPUs of its capability, no more is read than that: most first calls need none.
+        With ``kernels`` pretuned's own bundles count only if they have one of these. Of the others no more is read than
+        that: most first calls need none.
         """
         self._ask_packages()
+        key = local, kernels
         with lock("bundles"):
-            view = self._views.get(local)
+            view = self._views.get(key)
             if view is None:
                 every = self._found(installed=True)
-                near = [one for one in every if _is_near(one, local)]
+                near = [one for one in every if _is_near(one, local, kernels)]
                 if len(near) == len(every):
                     return self.view(local, installed=True)
-                view = self._views[local] = _view(near, local, self._rejected)
+                view = self._views[key] = _view(near, local, self._rejected)
                 self._tell(view.skipped)
         return view
 
@@ -367,10 +369,12 @@ def forget() -> None:
 hooks.on_reload(forget)
 
 
-def _is_near(found: Found, local: LocalGpu) -> bool:
-    if found.place.kind is not Kind.INSTALLED or found.bundle is None:
+def _is_near(found: Found, local: LocalGpu, kernels: frozenset[str] | None) -> bool:
+    if found.place.kind is not Kind.INSTALLED or found.bundle is None or not found.bundle.target.runs_on(local.sm):
         return True
-    return not found.bundle.target.runs_on(local.sm) or found.bundle.may_be_of(local.gpu)
+    if not found.bundle.may_be_of(local.gpu):
+        return False
+    return kernels is None or found.bundle.may_have(kernels) or not found.place.is_ours()
 
 
 def _read(found: Found) -> Found:

@@ -120,7 +120,7 @@ def explain(
     wide = aligned is None and not natural and (w is None or but_for_y(x, w, m_sizes, w_layout))
     aligned, rows = natural if aligned is None else aligned, M or 0
     if expected_rows is not None:
-        from ..check.form import expected_bucket  # here, as it brings torch along
+        from ..check.call import expected_bucket  # here, as it brings torch along
 
         expected_bucket("explain", expected_rows, rows, "M")
     how: dict[str, Any] = {"aligned": aligned, "wide_rows": wide, "top_k": top_k, "coded": coded}

@@ -139,7 +139,7 @@ def _of_quantised(
 
     from ..check import tensors
 
-    call = tensors.check(x, tensors.outline(w, x, w_layout), m_sizes, w_layout)
+    call = tensors.check(x, w, m_sizes, w_layout)
     E, N, K = w.shape
     fusion = code_of(Op.FORWARD, fusion & ~Fusion.GATHER if w.is_prepared else fusion)  # (gathered beforehand)
     problem = Problem(Op.FORWARD, w.kernel_dtypes[0], E, N, K, Layout.NK if w.is_prepared else Layout.STORED, fusion)

@@ -18,7 +18,6 @@ from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, is_aligned
 from ..check.tensors import row_stride
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import local_gpu, platform_supported
-from ..weights.expert_weights import ExpertWeights
 from .program import Step
 from .ready import (
     Ready,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from ..dispatch.snapshot import Usable
     from ..driver.launcher import Behind
     from ..driver.rowops import RowOpLauncher
+    from ..weights.expert_weights import ExpertWeights
 
 _GATHERED = "rows"  # the operand that rows are gathered into
 _CODES = "codes"  # and the one that they are quantised into
@@ -70,13 +70,13 @@ class Product(NamedTuple):
 
 def operands_of(w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | None]:
     """The tensors that kernels read of w, by the names that steps have for them."""
-    if isinstance(w, ExpertWeights):
-        found = {"w": w.codes, "w_scale": w.kernel_scale if w.is_prepared else None, "w_outer": w.outer_scale}
-        found["w_zero"], plain = w.zero, w.plain_scale
-        if all(plain is not one for one in found.values()):  # else two operands would be one tensor
-            found["w_scales"] = plain  # as they are, beside those that are made of them
-        return found
-    return {"w": w}
+    if isinstance(w, torch.Tensor):
+        return {"w": w}
+    operands = {"w": w.codes, "w_scale": w.kernel_scale if w.is_prepared else None, "w_outer": w.outer_scale}
+    operands["w_zero"], plain = w.zero, w.plain_scale
+    if all(plain is not operand for operand in operands.values()):  # else two operands would be one tensor
+        operands["w_scales"] = plain  # as they are, beside those that are made of them
+    return operands
 
 
 def _plain_scale(w: ExpertWeights) -> str:
@@ -88,7 +88,7 @@ def _plain_scale(w: ExpertWeights) -> str:
 def resolve(call: Rows, y: torch.Tensor) -> Product | None:
     """The steps of a product into y; None where no bundle has a kernel for it."""
     w = call.w
-    if isinstance(w, ExpertWeights):
+    if not isinstance(w, torch.Tensor):
         from .quantised import ready_for_quantised
 
         ready = ready_for_quantised(call, w, y)
@@ -169,7 +169,7 @@ def resolve_activated(call: Rows, act: tuple[int, Activation], y: torch.Tensor |
     kernel.
     """
     w = call.w
-    if not isinstance(w, ExpertWeights):
+    if isinstance(w, torch.Tensor):
         return None
     from . import rowops
     from .quantised import activation_step, ready_for_activated
@@ -185,7 +185,7 @@ def resolve_activated(call: Rows, act: tuple[int, Activation], y: torch.Tensor |
 def resolve_low_rank(call: Rows, y: torch.Tensor) -> Product | None:
     """The steps of a product with a low-rank part into y; None where there is no code for it."""
     w = call.w
-    if isinstance(w, ExpertWeights):
+    if not isinstance(w, torch.Tensor):
         from .quantised import low_rank_of_quantised
 
         ready = low_rank_of_quantised(call, w)
@@ -298,7 +298,7 @@ def _row_step(
     and where indices end, None of a product with nothing fused; ``behind`` is as ``Launcher.bind`` has it.
     """
     stride_x, stride_y, end = words
-    if isinstance(call.w, ExpertWeights) and ready.launcher.plain_scales:
+    if not isinstance(call.w, torch.Tensor) and ready.launcher.plain_scales:
         operands = operands | {"w_scale": _plain_scale(call.w)}
     there = {"index": operands["index"], "row_weights": call.row_weights is not None, "bias": call.bias is not None}
     return Step.of(

@@ -18,7 +18,6 @@ from .. import hooks, settings
 from ..check.tensors import DTYPES, check_cuda_dtype, row_stride
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import local_gpu, platform_supported, tell_unsupported, tf32_allowed
-from ..weights.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
     from ..check.call import Rows
@@ -54,13 +53,14 @@ class Ready(NamedTuple):
 
 def ready_for(call: Rows, y: torch.Tensor | None) -> Ready | None:
     """The kernel for this product into y, or into new memory, and all like it; None where no bundle has one."""
-    x, w, m_sizes, fusion = call.x, call.dense, call.m_sizes, call.fusion
+    x, w, m_sizes, fusion = call.x, call.w, call.m_sizes, call.fusion
+    if not isinstance(w, torch.Tensor):
+        raise AssertionError("quantised weights have kernels of their own")
     E, N, K = call.sizes
     step = index_step(call) if call.uses_index else 1
-    columns = N if call.op is Op.FORWARD else K
-    aligned = _aligned(call, 0, columns, columns) if y is None else rows_aligned(call, y)
+    aligned = _aligned(call, 0, call.columns, call.columns) if y is None else rows_aligned(call, y)
     device = x.get_device()
-    first = call.may_gather_first(aligned)
+    first = bool(call.gather_divisor) and call.may_gather_first(aligned)
     checks = call.bounds is None
     few, beside = may_clear(call, y) if call.zero_tail and call.uses_index and y is not None else (True, True)
     zeroes = call.zero_tail and (few or beside)
@@ -178,7 +178,7 @@ def may_add_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: 
         return False
     if dense:
         return rows_aligned(call, y)
-    pointers = (call.w.codes.data_ptr(), call.w.scale.data_ptr()) if isinstance(call.w, ExpertWeights) else ()
+    pointers = (call.w.codes.data_ptr(), call.w.scale.data_ptr()) if not isinstance(call.w, torch.Tensor) else ()
     strides = (row_stride(one, one.shape[1]) * size for one in (x, y))
     return is_aligned(ALIGNMENT_BYTES, x.data_ptr(), y.data_ptr(), *pointers, *strides)
 

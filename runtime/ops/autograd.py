@@ -12,8 +12,7 @@ from torch.autograd.function import once_differentiable
 from ...artifacts.records.problem import Layout
 from ...artifacts.tuples import NamedTuple
 from .. import hooks
-from ..check.call import Call
-from ..check.form import Form, Fusions
+from ..check.call import Call, Form, Fusions
 from ..check.saved import FLOATS, INDICES, Frozen, Saved
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
@@ -69,7 +68,7 @@ class GroupedGemm(torch.autograd.Function):
         sizes: tuple[int, int, int],
         plan: Any = None,
     ) -> torch.Tensor:
-        """The product; what a gradient needs is saved. ``plan`` is a ``replay.product_plan.ProductPlan``."""
+        """The product; what a gradient needs is saved. ``plan`` is a ``api.product_plan.ProductPlan``."""
         note_mode(ctx)
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         keeps_x = needs_w or needs_weights
@@ -111,7 +110,7 @@ class GroupedGemm(torch.autograd.Function):
 class Adapted(NamedTuple):
     """All of a call with an adapter that is no tensor: (M, x_rows, y_rows) are ``sizes``, the adapter's is ``scale``.
 
-    ``plan`` is a ``replay.product_plan.ProductPlan``, or None.
+    ``plan`` is a ``api.product_plan.ProductPlan``, or None.
     """
 
     form: Form

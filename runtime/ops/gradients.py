@@ -89,7 +89,7 @@ def forward_rows(call: Call, x: torch.Tensor, do: Now = NOW) -> Rows:
         form.layout,
         call.M,
         call.fusions.index,
-        call.x_divisor,
+        form.topk if form.permute_x else 0,
         form.permute_y,
         weights,
         None if bias is None else bias.detach().contiguous(),

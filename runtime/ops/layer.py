@@ -215,7 +215,7 @@ class MoeLayer(torch.autograd.Function):
         layer: Layer,
         plan: Any = None,
     ) -> torch.Tensor:
-        """The layer; what a gradient needs is saved. ``plan`` is a ``replay.layer_plan.LayerPlan``."""
+        """The layer; what a gradient needs is saved. ``plan`` is a ``api.layer_plan.LayerPlan``."""
         note_mode(ctx)
         given = weights_of(gate_up, down, gate_up_bias, down_bias)
         run = forward if plan is None else plan.forward
@@ -275,7 +275,7 @@ class AdaptedLayer(torch.autograd.Function):
         plan: Any = None,
         *low: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The layer; what a gradient needs is saved. ``plan`` is a ``replay.layer_plan.LayerPlan``."""
+        """The layer; what a gradient needs is saved. ``plan`` is a ``api.layer_plan.LayerPlan``."""
         note_mode(ctx)
         given = weights_of(gate_up, down, gate_up_bias, down_bias)
         run = forward if plan is None else plan.forward

@@ -31,7 +31,6 @@ from ..launch.products import (
 from ..launch.program import NOW, Now
 from ..launch.ready import may_add_low_part
 from ..settings import BATCH_INVARIANT
-from ..weights.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
     from ..dispatch.pin import Pin
@@ -169,9 +168,9 @@ def _on_cuda(call: Rows, y: torch.Tensor, end: int, do: Now = NOW) -> None:
         if not spares_rows and _launch_rows(call, y, NOW):
             return
     plain, sm = not call.fusion and not spares_rows, local_gpu(call.x.get_device()).sm
-    if plain or isinstance(call.w, ExpertWeights) or call.row_weights is not None or call.bias is not None:
+    if plain or not isinstance(call.w, torch.Tensor) or call.row_weights is not None or call.bias is not None:
         _check_may_be_torchs(call)
-    if isinstance(call.w, ExpertWeights):
+    if not isinstance(call.w, torch.Tensor):
         quantised.no_kernel(call.w.format)
         x, w, layout = _by_torch(call)
         product = y if plain and x.dtype is y.dtype else x.new_empty((call.M, y.shape[1]))
@@ -205,7 +204,7 @@ def _check_may_be_torchs(call: Rows) -> None:
 
     if snapshot().invariance is None:
         return
-    what = call.w.format if isinstance(call.w, ExpertWeights) else str(call.x.dtype).removeprefix("torch.")
+    what = str(call.x.dtype).removeprefix("torch.") if isinstance(call.w, torch.Tensor) else call.w.format
     raise ProblemNotInBundle(
         f"batch-invariant mode: no kernel in a bundle runs {call.op.value} of {what} weights {list(call.sizes)} "
         f"[E, N, K] on these {call.M} rows, and torch's products may depend on the batch. Pass dense rows that are "
@@ -216,7 +215,7 @@ def _check_may_be_torchs(call: Rows) -> None:
 
 def _by_torch(call: Rows) -> tuple[torch.Tensor, torch.Tensor | Dequantised, Layout]:
     """x, w and w's layout of the product as a forward, for torch."""
-    if isinstance(call.w, ExpertWeights):
+    if not isinstance(call.w, torch.Tensor):
         from . import quantised
 
         return *quantised.operands(call, call.w), Layout.NK
@@ -372,7 +371,7 @@ def of_activated(
     None where w's product takes x as it is, or no bundle has that row kernel. y [M, N] is ``into`` if it is given.
     Without ``zero_tail`` rows of a new y that nothing is stored to hold anything.
     """
-    if not isinstance(call.w, ExpertWeights) or not call.x.numel() or not tensors.on_gpu(call.x):
+    if isinstance(call.w, torch.Tensor) or not call.x.numel() or not tensors.on_gpu(call.x):
         return None
     with on(call.x.get_device()):
         product = resolve_activated(call, (act.flags, act.function), into)

@@ -272,7 +272,7 @@ class Slow:
     reached, go_on = threading.Event(), threading.Event()
 
     def find_spec(self, name, path=None, target=None):
-        if name != "pretuned.runtime.dispatch.snapshot":
+        if name != "pretuned.kernels.reference":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         execute = spec.loader.exec_module

@@ -27,9 +27,9 @@ from pretuned.kernels.contract.config import Config, Loads, Schedule
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.rowops import WITHOUT_DTYPE, RowOpSpec
 from pretuned.runtime import grouped_gemm, reload, sort_routing
+from pretuned.runtime.api.product_plan import PlainPlan
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.launch import ready
-from pretuned.runtime.replay.product_plan import PlainPlan
 
 PROGRAM = "<a program of pretuned>"  # the file of the code that runtime/launch/program.py compiles
 T, TOPK, E, N, K = 7, 2, 4, 8, 12

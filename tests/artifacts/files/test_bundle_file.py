@@ -26,7 +26,7 @@ from pretuned.artifacts.files import bundle_file
 from pretuned.artifacts.files.bundle_file import open_bundle, open_bytes
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format import codec
-from pretuned.artifacts.format.index import Index, glance_at_gpus
+from pretuned.artifacts.format.index import Index, glance_at_gpus, glance_at_kernels
 from pretuned.artifacts.format.wire import PREAMBLE_BYTES
 from pretuned.artifacts.limits import MAX_FILE_BYTES, MAX_OPEN_BUNDLES
 from pretuned.artifacts.records.precision import DType
@@ -225,12 +225,33 @@ def test_opened_for_later_it_tells_whose_gpu_it_may_be_of_unread(tmp_path, path)
         assert file.may_be_of(other)
 
 
+def test_opened_for_later_it_tells_which_kernels_it_may_have_unread(tmp_path, path):
+    (kernel, *_) = golden_bundles.medium().kernels
+    with calls_of(Index.__init__) as read, open_bundle(path, later=True) as file:
+        assert file.may_have({"another", kernel.name})
+        assert not file.may_have({"another"})
+        assert not file.may_have(())
+    assert read == []
+    with open_bundle(path) as file:
+        assert file.may_have({kernel.name})
+        assert not file.may_have({"another"})
+    at = MEDIUM.index(b"kernels")
+    damaged = tmp_path / "damaged.msgpack"
+    damaged.write_bytes(MEDIUM[:at] + b"kernelS" + MEDIUM[at + 7 :])
+    with open_bundle(damaged, later=True) as file:
+        assert file.may_have({"another"})  # it does not tell
+        with pytest.raises(BundleCorrupt):
+            file.gpus  # noqa: B018
+        assert file.may_have({"another"})
+
+
 def test_the_gpus_of_what_ships_are_within_what_is_glanced_at():
     every = sorted((Path(bundle_file.__file__).parents[1] / "bundles").glob("*.msgpack"))
     assert len(every) == 11
     for shipped in every:
         with open_bundle(shipped, later=True) as file:
             assert glance_at_gpus(file._begin) == file.gpus
+            assert glance_at_kernels(file._begin) == {kernel.name for kernel in file.kernels}
 
 
 def test_closed(path):

@@ -16,7 +16,7 @@ from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Op, RowOp
 from pretuned.runtime import batch_invariant, explain, fingerprint, grouped_gemm, hooks, moe_mlp, preload, reload
 from pretuned.runtime.dispatch.snapshot import Snapshot, snapshot
-from pretuned.runtime.replay import programs
+from pretuned.runtime.launch import program
 from pretuned.runtime.settings import Invariance
 
 T, TOPK, H, I = 9, 2, 16, 8  # noqa: E741
@@ -194,7 +194,7 @@ def test_what_is_no_bool_is_refused(wrong: dict[str, object]) -> None:
 
 
 def test_plans_of_the_free_choice_are_none_of_the_mode_s(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
+    monkeypatch.setattr(program, "KINDS", (torch.float32,))
     x, w, counts = torch.randn(6, K), torch.randn(E, N, K), torch.tensor([1, 0, 3, 2])
     for _ in range(2):
         grouped_gemm(x, w, counts)

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from pretuned.artifacts.errors import InputError
 from pretuned.runtime import Lora, activate, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX, moe_mlp
 from pretuned.runtime.check.tensors import in_memory
-from pretuned.runtime.replay import programs
+from pretuned.runtime.launch import program
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:pretuned"),
@@ -26,7 +26,7 @@ H, WIDTH = 12, 8
 
 @pytest.fixture(params=["the reference", "a GPU"], autouse=True)
 def where(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
+    monkeypatch.setattr(program, "KINDS", (torch.float32,))
     device.visible = request.param == "a GPU"
     device.available = False  # torch.compile imports code for CUDA graphs otherwise
 

@@ -22,7 +22,7 @@ from pretuned.kernels.contract.spec import Spec
 from pretuned.runtime import Lora, explain, grouped_gemm, hooks, moe_mlp, reload, sort_routing
 from pretuned.runtime.dispatch import ranking
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.replay import programs
+from pretuned.runtime.launch import program
 
 E, H, I, K = 4, 12, 8, 2  # noqa: E741  (I: the expert's width)
 MANY, LARGE_FROM = 4096, 128  # rows
@@ -53,7 +53,7 @@ def publish(device: Device, small: Config = PERSISTENT, gather_ns: int = 1000) -
 @pytest.fixture(autouse=True)
 def replayed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Replay]]:
     """The programs of plans that ran. The emulated GPU computes in float32."""
-    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
+    monkeypatch.setattr(program, "KINDS", (torch.float32,))
     publish(device)
     taken: list[Replay] = []
     with replays(taken.append):
@@ -142,7 +142,7 @@ def test_the_forward_and_all_gradients_run_the_kernels_of_the_hint(device: Devic
             assert set(launched) == {block_m}
 
 
-@pytest.mark.skipif(programs._TensorGuards is None, reason="this torch has no guards")
+@pytest.mark.skipif(program._TensorGuards is None, reason="this torch has no guards")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_plan_of_another_hint_is_not_used(device: Device, replayed: list[Replay], name: str) -> None:
     call = CALLS[name]()

@@ -14,8 +14,8 @@ from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Fusion, Layout, Op
 from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, moe_mlp, sort_routing
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.launch import program
 from pretuned.runtime.ops.low_rank import as_used
-from pretuned.runtime.replay import programs
 
 E, T, TOPK, N, K, R = 4, 11, 2, 12, 10, 4
 SCALE = 0.75
@@ -245,7 +245,7 @@ def test_the_low_rank_part_is_in_the_product_s_kernel(
     device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: dict[str, bool], inside: bool
 ) -> None:
     """Forward and dX, where rows don't go elsewhere and are not weighed: by the code that there is for it, or not."""
-    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
+    monkeypatch.setattr(program, "KINDS", (torch.float32,))
     if inside:
         use_low_rank_kernels(monkeypatch, tmp_path)
     device.layout = Layout.KN if form["kn"] else Layout.NK
@@ -287,7 +287,7 @@ def test_a_rank_of_no_whole_16_bytes_takes_the_kernel_too(
     device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, r: int
 ) -> None:
     """By rows and columns of zeros beside A's and B's, whose gradients are none of the caller's."""
-    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
+    monkeypatch.setattr(program, "KINDS", (torch.float32,))
     use_low_rank_kernels(monkeypatch, tmp_path)
     torch.manual_seed(r)
     x, w, m_sizes = torch.randn(9, 12).requires_grad_(), torch.randn(E, 8, 12), torch.tensor([2, 3, 0, 4])
@@ -314,7 +314,7 @@ def test_a_dtype_that_no_adapter_can_be_cast_to_is_left_to_the_checks(
     device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Beside plans of good calls, by whose weights and number of rows they are found."""
-    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
+    monkeypatch.setattr(program, "KINDS", (torch.float32,))
     use_low_rank_kernels(monkeypatch, tmp_path)
     device.visible = True
     x, w, m_sizes = torch.randn(9, 12), torch.randn(E, 8, 12), torch.tensor([2, 3, 0, 4])
@@ -360,7 +360,7 @@ def test_dropout_is_on_what_a_reads(form: dict[str, bool]) -> None:
 
 def test_a_layer_with_dropout(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its plan is not that of a layer without; no kernel has its low-rank part in it."""
-    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
+    monkeypatch.setattr(program, "KINDS", (torch.float32,))
     torch.manual_seed(0)
     x, up, down, ids = torch.randn(T, 12), torch.randn(E, 16, 12), torch.randn(E, 12, 8), torch.randint(0, E, (T, TOPK))
     weights, low = torch.rand(T, TOPK), [torch.randn(s) for s in ((E, 4, 12), (E, 16, 4), (E, 4, 8), (E, 12, 4))]

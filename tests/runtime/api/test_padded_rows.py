@@ -15,8 +15,8 @@ from pretuned.kernels import reference
 from pretuned.kernels.contract.activations import Activation
 from pretuned.kernels.contract.config import Config
 from pretuned.runtime import Lora, experts_mlp, explain, grouped_gemm
+from pretuned.runtime.launch import program
 from pretuned.runtime.ops.padded_rows import place
-from pretuned.runtime.replay import programs
 
 E, MOST, N, K, I = 4, 5, 8, 12, 16  # noqa: E741
 COUNTS = ([3, 0, 5, 1], [0, 0, 0, 0], [5, 5, 5, 5], [9, -2, 2**31 - 1, 5])
@@ -29,7 +29,7 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     """On the CPU, and by an emulated GPU's kernels, which compute in float32."""
     if request.param == "gpu":
         request.getfixturevalue("device")
-        monkeypatch.setattr(programs, "KINDS", (torch.float32,))
+        monkeypatch.setattr(program, "KINDS", (torch.float32,))
     else:
         request.getfixturevalue("clean_places")
     return request.param
@@ -224,7 +224,7 @@ def test_gradients_of_a_layer(where: str, counts: list[int], act: Any, low: bool
 
 def test_a_graph_replays_with_other_counts(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a call launches hangs on no count: its launches with other counts are the same ones."""
-    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
+    monkeypatch.setattr(program, "KINDS", (torch.float32,))
     taken: list[Replay] = []
     ran = []
     with replays(taken.append):

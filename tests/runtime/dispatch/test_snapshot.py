@@ -40,12 +40,14 @@ from pretuned.artifacts.errors import (
 )
 from pretuned.artifacts.files import bundle_file
 from pretuned.artifacts.files.lock import lock
+from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records.problem import Op
 from pretuned.artifacts.records.target import Gpu, LocalGpu
 from pretuned.runtime import hooks, locks
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.places import ENTRY_POINTS, Kind, Place, _entry_points, installed_places
-from pretuned.runtime.dispatch.ranking import Origin
+from pretuned.runtime.dispatch.ranking import Origin, chosen
 from pretuned.runtime.dispatch.snapshot import Snapshot, take
 from pretuned.runtime.settings import Settings
 
@@ -584,3 +586,28 @@ def test_no_lock_is_held_while_a_package_is_imported(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _IMPORTER, str(tmp_path)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
     assert done.stdout == "ended\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has", "lacks"),
+    [(DType.BF16, "catalogue-sm90", "quantised-sm90"), (DType.INT4_G128, "quantised-sm90", "catalogue-sm90")],
+)
+def test_a_shipped_bundle_without_a_kernel_for_a_dtype_is_not_read(dtype: DType, has: str, lacks: str) -> None:
+    every = {found.path.name.partition(".")[0]: found.bundle for found in take(Settings()).found(installed=True)}
+    shipped = every[has]
+    assert shipped is not None
+    gpu = next(at for at, one in enumerate(shipped.gpus) if one.is_like(H200))
+    forward = (one for one in shipped.problems() if one.dtype is dtype and one.op is Op.FORWARD)
+    problem, choice = next((one, choice) for one in forward for choice in shipped.find(one) if choice.gpu == gpu)
+    taken = take(Settings())
+    decision = decide(taken, problem, choice.bucket, ON_H200)
+    assert isinstance(decision, Decision)
+    read = {
+        found.path.name.partition(".")[0]
+        for found in taken._found(installed=True)
+        if found.bundle is not None and found.bundle._checked is not None
+    }
+    assert has in read
+    assert lacks not in read
+    whole = chosen(taken, problem, choice.bucket, ON_H200, taken.view(ON_H200, installed=True), aligned=True, most=1)
+    assert [(one.usable.path, one.index) for one in whole] == [(decision.chosen.usable.path, decision.chosen.index)]

@@ -23,7 +23,7 @@ from pretuned.runtime import activate, allow_jit, hooks, moe_mlp, reload
 from pretuned.runtime.api import layer_call
 from pretuned.runtime.api.lora import Lora
 from pretuned.runtime.dispatch import snapshot
-from pretuned.runtime.replay import programs
+from pretuned.runtime.launch import program
 
 T, TOPK, E, H, I = 9, 3, 4, 12, 8  # noqa: E741
 NAMES = ("hidden", "up", "down", "up_bias", "down_bias", "weights")
@@ -236,7 +236,7 @@ def replayed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replay
         else:
             found.gradients.append(replay)
 
-    monkeypatch.setattr(programs, "KINDS", (torch.float32, torch.bfloat16))
+    monkeypatch.setattr(program, "KINDS", (torch.float32, torch.bfloat16))
     with replays(noted):
         yield found
 
@@ -833,7 +833,7 @@ def test_what_autocast_casts_and_biases_with_gaps_are_not_planned(
 
 
 def test_a_full_table_of_plans_begins_anew(monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]) -> None:
-    monkeypatch.setattr(programs, "MOST_PLANS", 2)
+    monkeypatch.setattr(program, "MOST_PLANS", 2)
     device.visible = True
     given = tensors(True, "nk", False)
     hidden, weights = given["hidden"], given["weights"]
@@ -1033,7 +1033,7 @@ def test_calls_that_alternate_keep_their_plans(
         ({*LOW}, low, IDS.int()),
         ({*LOW}, low | {"A1": wide}, IDS),
     ]
-    monkeypatch.setattr(programs, "MOST_PLANS", len(kinds) + 1)  # the last also by the name that all of them have
+    monkeypatch.setattr(program, "MOST_PLANS", len(kinds) + 1)  # the last also by the name that all of them have
     for needs, adapters, ids in kinds * 3:
         adapted(given, adapters, needs, ids)
     assert planned == [T] * 2 * len(kinds)

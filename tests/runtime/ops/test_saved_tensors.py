@@ -15,7 +15,7 @@ from host_gpu import Device
 from pretuned.artifacts.errors import InputError
 from pretuned.runtime import ExpertWeights, Lora, activate, grouped_gemm, moe_mlp, sort_routing
 from pretuned.runtime.api import torch_library
-from pretuned.runtime.replay import programs
+from pretuned.runtime.launch import program
 
 T, TOPK, E, H, I, R = 9, 3, 4, 12, 8, 4  # noqa: E741
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -139,7 +139,7 @@ def times(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield 0
         return
     request.getfixturevalue("device")
-    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
+    monkeypatch.setattr(program, "KINDS", (torch.float32,))
     yield ["gpu, first", "gpu, recorded", "gpu, again"].index(request.param)
 
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from processes import copy_of
 
-from pretuned.runtime.replay import programs
+from pretuned.runtime.launch import program
 
 X = torch.zeros(16, 64, dtype=torch.bfloat16)
 W = torch.zeros(4, 32, 64, dtype=torch.bfloat16)
 SIZES = torch.zeros(4, dtype=torch.int32)
 
-pytestmark = pytest.mark.skipif(programs._TensorGuards is None, reason="this torch has no guards")
+pytestmark = pytest.mark.skipif(program._TensorGuards is None, reason="this torch has no guards")
 
 
-def guard(x: torch.Tensor = X, w: torch.Tensor = W, m_sizes: torch.Tensor = SIZES) -> programs.Guard:
-    made = programs.guard(x, w, m_sizes)
+def guard(x: torch.Tensor = X, w: torch.Tensor = W, m_sizes: torch.Tensor = SIZES) -> program.Guard:
+    made = program.guard(x, w, m_sizes)
     assert made is not None
     return made
 
@@ -77,7 +77,7 @@ def test_inference_mode_is_another_kind() -> None:
 
 def test_a_guard_of_four() -> None:
     out = torch.zeros(16, 32, dtype=X.dtype)
-    same = programs.guard(X, W, SIZES, out)
+    same = program.guard(X, W, SIZES, out)
     assert same is not None
     assert same(X, W, SIZES, out.clone())
     for other in (out[:15], out.half(), out.t().contiguous().t(), out.clone().requires_grad_(), None, 3):
@@ -90,4 +90,4 @@ def test_a_torch_without_guards_goes_without(monkeypatch: pytest.MonkeyPatch) ->
 
     for made in (None, refuses):
         monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", made)
-        assert copy_of(programs).guard(X, W, SIZES) is None
+        assert copy_of(program).guard(X, W, SIZES) is None

@@ -12,9 +12,9 @@ from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.problem import Fusion, Op, Problem
 from pretuned.kernels.contract.config import Config
 from pretuned.runtime import grouped_gemm, grouped_gemm_dW, grouped_gemm_dX, register_tuner, reload
-from pretuned.runtime.api import call as api_call
+from pretuned.runtime.api import grouped_gemm as api
 from pretuned.runtime.check import call as check_call
-from pretuned.runtime.check.form import Form, form_of
+from pretuned.runtime.check.call import Form, form_of
 
 T, TOPK, E, N, K = 4, 2, 3, 6, 8
 M = T * TOPK
@@ -146,7 +146,7 @@ def test_the_problems_of_a_call() -> None:
 
     def problems(x: torch.Tensor, w: torch.Tensor, form: Form, **more: Any) -> list[tuple[Op, int, int, Fusion]]:
         call, _ = check_call.check(x, w, m_sizes, form, index, more.get("weights"), "weights" in more)
-        found: tuple[Problem, ...] = api_call.problems(call, x)
+        found: tuple[Problem, ...] = api.problems(call, x)
         return [(one.op, one.N, one.K, one.fusion) for one in found]
 
     first = form_of(w_layout="nk", topk=TOPK, permute_x=True, permute_y=False)

@@ -9,8 +9,8 @@ from host_gpu import PERSISTENT, Device
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Layout
 from pretuned.runtime import sort_routing
+from pretuned.runtime.api import layer_plan
 from pretuned.runtime.ops import activation, layer
-from pretuned.runtime.replay import layer_plan
 
 T, TOPK, E, H, I = 4, 2, 3, 16, 8  # noqa: E741
 HOW = layer.Layer(TOPK, Layout.NK, activation.RowActivation(activation.Activation("silu"), True, False))

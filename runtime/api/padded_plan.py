@@ -11,10 +11,8 @@ import torch
 from ...artifacts.errors import InputError
 from ..check import tensors as check_tensors
 from ..driver.device import current_stream, device_is_current
-from ..launch.program import Now, Program
+from ..launch.program import LOW, MOST_ROWS, Guard, Now, Program, Programs, guard, replays
 from ..ops.padded_rows import Placed, place
-from . import programs
-from .programs import LOW, MOST_ROWS, Programs
 
 # y of x and out as rows, of the rows that are there
 Compute: TypeAlias = "Callable[[Any, torch.Tensor | None, Placed, Now], torch.Tensor]"
@@ -28,7 +26,7 @@ class PaddedPlan(Programs):
 
     __slots__ = ("_in_place", "_lows", "_same", "_there", "program")
 
-    def __init__(self, given: Sequence[torch.Tensor | None], there: Sequence[int], same: programs.Guard) -> None:
+    def __init__(self, given: Sequence[torch.Tensor | None], there: Sequence[int], same: Guard) -> None:
         x, *_, out = given
         if x is None:
             raise AssertionError("a call without x")
@@ -109,12 +107,12 @@ def plan(given: Sequence[torch.Tensor | None]) -> PaddedPlan | None:
         x is None
         or _transformed()
         or not check_tensors.on_gpu(x)
-        or x.dtype not in programs.KINDS
+        or not replays(x.dtype)
         or not takes_rows(x, m_sizes, out)
     ):
         return None
     there = [i for i, one in enumerate(given) if one is not None]
     some: Any = [given[i] for i in there]
     loose = [0, *([len(some) - 1] if out is not None else [])]
-    same = programs.guard(*some, loose=loose)
+    same = guard(*some, loose=loose)
     return None if same is None else PaddedPlan(given, there, same)

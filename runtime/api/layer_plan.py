@@ -16,7 +16,7 @@ from ..check import tensors as check_tensors
 from ..check.tensors import address_of, in_memory
 from ..driver.device import current_stream, device_is_current
 from ..launch.products import operands_of
-from ..launch.program import Program
+from ..launch.program import LOW, MOST_ROWS, Guard, Program, Programs, Results, guard, replays
 from ..ops import layer
 from ..ops.layer import (
     NO_ADAPTERS,
@@ -32,8 +32,6 @@ from ..ops.layer import (
 from ..ops.low_rank import Adapters, as_used
 from ..ops.routing import Routing, sort
 from ..weights.expert_weights import ExpertWeights
-from . import programs
-from .programs import LOW, MOST_ROWS, Programs, Results
 
 _W: TypeAlias = "torch.Tensor | ExpertWeights"
 
@@ -57,7 +55,7 @@ class LayerPlan(Programs):
         given: Weights | FrozenWeights,
         there: Sequence[int],
         behind: int,
-        same: programs.Guard,
+        same: Guard,
         grad: bool,
     ) -> None:
         super().__init__(hidden, grad=grad, varies=True)
@@ -228,7 +226,7 @@ def plan_layer(
     """
     T, H, M = ids.shape[0], hidden.shape[-1], ids.numel()
     wide = columns(given.gate_up, how.layout)
-    if not check_tensors.on_gpu(hidden) or hidden.dtype not in programs.KINDS or not (M and H and wide > 1):
+    if not check_tensors.on_gpu(hidden) or not replays(hidden.dtype) or not (M and H and wide > 1):
         return None
     if M >= MOST_ROWS or hidden.numel() != T * H or not (hidden.is_contiguous() and weights.is_contiguous()):
         return None
@@ -249,7 +247,7 @@ def plan_layer(
             return None
         loose.append(len(tensors))
         tensors.append(out)
-    same = programs.guard(*tensors, loose=loose)
+    same = guard(*tensors, loose=loose)
     return None if same is None else LayerPlan(how, hidden, given, there, behind, same, grad)
 
 

@@ -14,20 +14,17 @@ import torch
 
 from ...artifacts.records.problem import Layout
 from ..check import tensors as check_tensors
-from ..check.call import Call
-from ..check.form import Fusions
+from ..check.call import Call, Fusions
 from ..check.tensors import address_of
 from ..driver.device import current_stream, device_is_current, empty, tf32_allowed
 from ..launch.products import operands_of
-from ..launch.program import One, Program, Recorder
+from ..launch.program import LOW, MOST_ROWS, Given, Guard, One, Program, Programs, Recorder, Results, guard, replays
 from ..ops import gradients
 from ..ops.low_rank import LowRank, as_used
-from ..weights.expert_weights import ExpertWeights
-from . import programs
-from .programs import LOW, MOST_ROWS, Given, Guard, Programs, Results
 
 if TYPE_CHECKING:
     from ..ops import autograd
+    from ..weights.expert_weights import ExpertWeights
 
 _W: TypeAlias = "torch.Tensor | ExpertWeights"
 _Sizes: TypeAlias = "tuple[int, int, int]"  # M, the rows of x, the rows of y
@@ -201,7 +198,7 @@ class ProductPlan(Programs):
             return self._again(known, M, given, loose)
         if form.permute_y or not (form.plain or form.permute_x) or any(needs[1:]):
             return None
-        if type(dy) is not torch.Tensor or dy.dtype not in programs.KINDS or not dy.is_contiguous():
+        if type(dy) is not torch.Tensor or not replays(dy.dtype) or not dy.is_contiguous():
             return None
         w = m_sizes.new_empty((), dtype=dy.dtype).expand(shape) if w is None else w  # only its shape is read
         call = Call(form, w, m_sizes, Fusions(index, None, None), *sizes)
@@ -233,7 +230,7 @@ class ProductPlan(Programs):
             return self._again(known, M, (dy, x, w, m_sizes), loose)
         if not self.form.plain or needs[2] or needs[3] or not self._dense or (needs[0] and w is None):
             return None
-        if type(dy) is not torch.Tensor or dy.dtype not in programs.KINDS or not dy.is_contiguous():
+        if type(dy) is not torch.Tensor or not replays(dy.dtype) or not dy.is_contiguous():
             return None
 
         def compute(do: Recorder) -> Results:
@@ -355,25 +352,27 @@ def plan(
     number of rows that a caller's key lets through: M of all that have a row for each sorted row, contiguous.
     """
     form, fusions, M = call.form, call.fusions, call.M
-    kinds = (*programs.KINDS, torch.float32)  # the caller's key says whether tf32 is allowed
-    if not check_tensors.on_gpu(x) or x.dtype not in kinds or form.autotune or form.pinned:
+    if not check_tensors.on_gpu(x) or form.autotune or form.pinned:
+        return None
+    if not (replays(x.dtype) or x.dtype is _FLOAT32):  # the caller's key says whether tf32 is allowed
         return None
     if fusions.weights is not weights or fusions.bias is not bias or fusions.index is not index:
         return None
-    if any(t is not None and not t.is_contiguous() for t in (weights, bias)) or not (M and call.N and call.K):
+    if any(t is not None and not t.is_contiguous() for t in (weights, bias)) or not M or 0 in call.w.shape[1:]:
         return None
-    if isinstance(w, ExpertWeights) and not w.is_prepared:
+    if not (isinstance(w, torch.Tensor) or w.is_prepared):
         return None
-    if varies and (M >= MOST_ROWS or (call.x_rows * (call.x_divisor or 1), call.y_rows) != (M, M)):
+    if varies and (M >= MOST_ROWS or (call.x_rows * (form.topk if form.permute_x else 1), call.y_rows) != (M, M)):
         return None
     low = () if one is None else one[:2]
     if any(matrix.data_ptr() & LOW for matrix in low):
         return None
-    given = (x, *operands_of(w).values(), call.m_sizes, weights, bias, index, out, *low)
+    operands = (w,) if isinstance(w, torch.Tensor) else operands_of(w).values()
+    given = (x, *operands, call.m_sizes, weights, bias, index, out, *low)
     tensors = [each for each in given if each is not None]
     rows = {id(each) for each in (x, weights, index, out)} if varies else set()
     loose = [i for i, each in enumerate(tensors) if id(each) in rows]
-    same = programs.guard(*tensors, loose=loose)
+    same = guard(*tensors, loose=loose)
     if same is None:
         return None
     learns = any(each.requires_grad for each in tensors)

@@ -17,17 +17,18 @@ from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Layout, Op, RowOp
 from pretuned.runtime import Lora, grouped_gemm, reload, sort_routing
+from pretuned.runtime.api import product_plan
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.launch import program
 from pretuned.runtime.ops import zero_rows
-from pretuned.runtime.replay import product_plan, programs
 
-pytestmark = pytest.mark.skipif(programs._TensorGuards is None, reason="this torch has no guards")
+pytestmark = pytest.mark.skipif(program._TensorGuards is None, reason="this torch has no guards")
 
 
 @pytest.fixture(autouse=True)
 def planned(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[product_plan.ProductPlan]]:
     """The plans that took a call. The emulated GPU computes in float32."""
-    monkeypatch.setattr(programs, "KINDS", (torch.float32,))
+    monkeypatch.setattr(program, "KINDS", (torch.float32,))
     taken: list[product_plan.ProductPlan] = []
 
     def noted(replay: Replay) -> None:
@@ -220,7 +221,7 @@ def test_flattened_weights_reach_torch_as_matrices(
         ends = offs.tolist()
         return torch.cat([x[a:b] @ w[e] for e, (a, b) in enumerate(itertools.pairwise([0, *ends]))])
 
-    monkeypatch.setattr(programs, "KINDS", (torch.bfloat16,))
+    monkeypatch.setattr(program, "KINDS", (torch.bfloat16,))
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm, raising=False)
     device.has(PERSISTENT, DType.BF16)
     device.layout = Layout(layout)
@@ -509,7 +510,7 @@ def test_reload_forgets_and_a_full_table_begins_anew(
     reload()
     assert dispatch_snapshot.snapshot() is not before
     assert dispatch_snapshot.snapshot().plans == {}
-    monkeypatch.setattr(programs, "MOST_PLANS", 2)
+    monkeypatch.setattr(program, "MOST_PLANS", 2)
     for rows in (1, 2, 4):  # of three buckets
         gradients(x[:rows], w, m_sizes)
     assert len(dispatch_snapshot.snapshot().plans) == 1

@@ -1,1 +1,0 @@
-"""A call like an earlier one again, without checks. Uses ops."""
