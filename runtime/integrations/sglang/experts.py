@@ -139,7 +139,7 @@ def _not_received(runner: str, config: Any, format: Packing | None, *, everywher
         return "--enable-single-batch-overlap: the all-to-all waits for signals of SGLang's own GEMM"
     if config.apply_router_weight_on_input:
         return "the router's weights are applied to the input"
-    # An H100: 1.05 to 1.9 x as fast (benchmarks/results/padded-rows-h100.json)
+    # Up to 1.4 x as fast on an H200, given codes (benchmarks/results/padded-rows-h200.json)
     if format is not None and runner == _DEEP_GEMM and get_deepep_mode().enable_low_latency() and not everywhere:
         return "DeepGEMM's masked kernel is faster on tokens padded by expert"
     return None
