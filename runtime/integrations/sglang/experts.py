@@ -362,11 +362,13 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
             return DeepEPLLCombineInput(y, dispatch_output.topk_ids, dispatch_output.topk_weights)
         if format.is_deepep_normal():  # SGLang's models multiply by routed_scaling_factor themselves
             ids, weights = dispatch_output.topk_ids, dispatch_output.topk_weights
-            given["expected_rows"] = received_rows(*ids.shape, here, *_experts_of_all(self.config))
+            tokens, top_k = ids.shape
+            given["expected_rows"] = received_rows(tokens, top_k, here, *_experts_of_all(self.config))
             out = moe_mlp(x, *both, ids, weights, **given)
             return DeepEPNormalCombineInput(out, ids, weights)
         weights, ids, *_ = dispatch_output.topk_output
-        given["expected_rows"] = expected_rows(*ids.shape, here, *_experts_of_all(self.config))
+        tokens, top_k = ids.shape
+        given["expected_rows"] = expected_rows(tokens, top_k, here, *_experts_of_all(self.config))
         out = moe_mlp(x, *both, ids, weights, weights_on=weighs, **given)
         factor = runner_config.routed_scaling_factor
         return StandardCombineInput(hidden_states=out if factor in (None, 1.0) else out.mul_(factor))
