@@ -95,8 +95,8 @@ def experts_mlp(
     low = [one for pair in adapters if isinstance(pair, Lora) for one in pair[:2]]
     biases = gate_up_bias, down_bias
     if isinstance(x, QuantizedRows):
-        both, hows = (gate_up_weight, down_weight), (adapters, out, zero_tail, expected_rows)
-        return _of_codes(x, both, m_sizes, m_starts, act, w_layout, biases, *hows)
+        both, rest_of = (gate_up_weight, down_weight), (adapters, out, zero_tail, expected_rows)
+        return _of_codes(x, both, m_sizes, m_starts, act, w_layout, biases, *rest_of)
     if tensors.duals._current_level >= 0:
         tensors.no_tangents(_CALL, x, gate_up_weight, down_weight, *biases, *low)
     if any(isinstance(pair, Lora) and pair.dropout for pair in adapters):
