@@ -1,11 +1,12 @@
 """Times experts on padded rows, as an all-to-all hands them over, against the same rows packed and DeepGEMM's kernel.
 
-    python benchmarks/run.py padded_rows --json padded-rows-h100.json --vllm vllm-0.20.2
+    python benchmarks/run.py padded_rows --json padded-rows-h200.json --vllm vllm-0.20.2
 
 One rank of ep=8 has x [E, 1024, H], of which expert e has about ``rows`` rows, the others being padding. Timed are
 
     fp8 product  pretuned on x in bf16 (padded), on the same rows without padding (packed), and with --vllm (a wheel of
-                 vLLM 0.20.2, unpacked) DeepGEMM's masked kernel on x that is quantised beforehand, outside the time
+                 vLLM 0.20.2, unpacked) DeepGEMM's masked kernel on x that is quantised beforehand, outside the time;
+                 pretuned on that x, too (codes), with the scales of an expert column by column
     bf16 product padded and packed
     layer        experts_mlp of fp8 weights, and two products with an activation between of packed rows
 
@@ -32,7 +33,7 @@ from benchmarks.peers import vllm_kernels
 from benchmarks.speed.kernels import in_turns
 from pretuned.aot.measure.inputs import quantised_weights
 from pretuned.artifacts.records.precision import DType
-from pretuned.runtime import ExpertWeights, activate, experts_mlp, grouped_gemm
+from pretuned.runtime import ExpertWeights, QuantizedRows, activate, experts_mlp, grouped_gemm
 
 RANKS, MOST = 8, 1024  # rows of an expert
 ROWS = (1, 8, 16, 64, 128, 1024)
@@ -96,17 +97,30 @@ def layers(rows: Rows, up: Any, down: Any) -> dict[str, Call]:
     return {"padded": functools.partial(experts_mlp, rows.padded, up, down, rows.counts, **how), "packed": packed}
 
 
-def deepgemm(rows: Rows, w: ExpertWeights) -> Call:
-    """DeepGEMM's masked kernel of codes and scales of x that are there beforehand; w as checkpoints have it."""
-    import deep_gemm
-
+def quantised(rows: Rows) -> QuantizedRows:
+    """Codes of x, and scales for each 128 columns, as an all-to-all brings them."""
     E, most, K = rows.padded.shape
     x = torch.where(rows.there[..., None], rows.padded, 0).float().view(E, most, K // 128, 128)
     scales = (x.abs().amax(-1) / 448).clamp(min=1e-10)
     codes = (x / scales[..., None]).to(torch.float8_e4m3fn).view(E, most, K)
+    return QuantizedRows(codes, scales.mT.contiguous().mT)
+
+
+def coded(rows: Rows, w: ExpertWeights) -> Call:
+    """pretuned on codes of x that are there beforehand."""
+    out = rows.padded.new_full((*rows.padded.shape[:2], w.shape[1]), CANARY)
+    how = {"expected_rows": rows.packed.shape[0], "out": out}
+    return functools.partial(grouped_gemm, quantised(rows), w, rows.counts, **how)
+
+
+def deepgemm(rows: Rows, w: ExpertWeights) -> Call:
+    """DeepGEMM's masked kernel of codes and scales of x that are there beforehand; w as checkpoints have it."""
+    import deep_gemm
+
+    codes, scales = quantised(rows)
     aligned = deep_gemm.get_mn_major_tma_aligned_tensor(scales.contiguous())
-    y = rows.padded.new_empty((E, most, w.shape[1]))
-    expected = max(1, rows.packed.shape[0] // E)
+    y = rows.padded.new_empty((*rows.padded.shape[:2], w.shape[1]))
+    expected = max(1, rows.packed.shape[0] // len(rows.counts))
 
     def call() -> torch.Tensor:
         deep_gemm.fp8_m_grouped_gemm_nt_masked(
@@ -126,6 +140,10 @@ def compared(rows: Rows, calls: dict[str, Call]) -> dict[str, Any]:
         "same_bits": bool(torch.equal(got, want)),
         "padding_written": bool((every[~rows.there] != CANARY).any()),
     }
+    if "codes" in calls:
+        every = calls["codes"]()
+        found["codes_difference"] = float((every[rows.there].float() - want.float()).norm() / want.float().norm())
+        found["padding_written"] |= bool((every[~rows.there] != CANARY).any())
     if "deepgemm" in calls:
         theirs = calls["deepgemm"]()[rows.there].float()
         found["deepgemm_difference"] = float((theirs - want.float()).norm() / want.float().norm())
@@ -147,7 +165,7 @@ def cells_of(kind: Kind, device: str, theirs: bool) -> Any:
         raw, prepared = ups[name]
 
         def of_fp8(rows: Rows, raw: ExpertWeights = raw, prepared: ExpertWeights = prepared) -> dict[str, Call]:
-            made = products(rows, prepared)
+            made = products(rows, prepared) | {"codes": coded(rows, prepared)}
             return made | ({"deepgemm": deepgemm(rows, raw)} if theirs else {})
 
         yield f"fp8 {name}", K, of_fp8
@@ -200,9 +218,14 @@ def table(cells: Sequence[dict[str, Any]]) -> list[str]:
     lines = ["| layer | ratio | " + " | ".join(map(str, numbers)) + " |", "|---|---|" + "---|" * len(numbers)]
     for name, what in dict.fromkeys((cell["model"], cell["what"]) for cell in cells):
         some = {cell["rows"]: cell for cell in cells if (cell["model"], cell["what"]) == (name, what)}
-        ratios = [("padded / packed", "padded_us", "packed_us"), ("DeepGEMM / padded", "deepgemm_us", "padded_us")]
+        ratios = [
+            ("padded / packed", "padded_us", "packed_us"),
+            ("DeepGEMM / padded", "deepgemm_us", "padded_us"),
+            ("DeepGEMM / codes", "deepgemm_us", "codes_us"),
+        ]
         for label, above, below in ratios:
-            found = [some[n][above] / some[n][below] if above in some.get(n, {}) else None for n in numbers]
+            timed = {n: cell for n, cell in some.items() if above in cell and below in cell}
+            found = [timed[n][above] / timed[n][below] if n in timed else None for n in numbers]
             if any(found):
                 line = " | ".join("" if one is None else f"{one:.2f}" for one in found)
                 lines.append(f"| {name} {what} | {label} | {line} |")
@@ -211,7 +234,8 @@ def table(cells: Sequence[dict[str, Any]]) -> list[str]:
 
 def wrong(cell: dict[str, Any]) -> bool:
     """Whether a result is off, or padding was written to."""
-    return bool(cell["padding_written"] or not cell["difference"] < MAX_DIFFERENCE)
+    differences = [cell[name] for name in ("difference", "codes_difference") if name in cell]
+    return bool(cell["padding_written"] or not all(one < MAX_DIFFERENCE for one in differences))
 
 
 def main() -> None:

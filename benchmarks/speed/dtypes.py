@@ -3,7 +3,7 @@
     PRETUNED_STRICT=1 PRETUNED_BUNDLES=dtypes-sm90.msgpack:catalogue-sm90.msgpack \\
         python benchmarks/run.py dtypes --out dtypes-h200.json
 
-From bundles, through the public calls; docs/inside/performance.md has the commands that make the bundle. What is
+From bundles, through the public calls; benchmarks/peers/README.md has the commands that make the bundle. What is
 compared takes turns in one process, the method is benchmarks/method.py. bf16 and fp16 take turns with their loops of
 torch matmuls, too, which tell what the chip does differently in fp16. The loops know each expert's rows on the host.
 float32 runs in tf32 where torch.backends.cuda.matmul.allow_tf32 says so, torch's as ours. Cells of over 1.5 TFLOP are

@@ -6,7 +6,7 @@
 A grouped product (forward, T = 8192) and one dense torch product of as many FLOPs, in bf16, in fp16, and in fp16 of the
 values that bf16 has (3 of the 10 bits of each mantissa are zero); fp16 runs the config that was chosen for bf16, where
 the bundle has it. All in turns, twice: one right after the other, so that the power limit lowers the clock, and each
-after a pause, at the clock that an idle chip begins with. The bundle: docs/inside/performance.md, Other dtypes.
+after a pause, at the clock that an idle chip begins with. The bundle: benchmarks/peers/README.md, Other dtypes.
 """
 
 from __future__ import annotations

@@ -18,11 +18,13 @@ arguments by launch ABI 1, in addition to those in kernels/contract/launch_abi.p
 ``bounds m_sizes counts``  device pointers to int32: [E + 1], [E], [chunks, E + 1], for PLACE_ROWS [E]
 ``starts``                 device pointer to 32-bit words: one for each expert
 ``groups stride_scale_m``  int32: scales of a row of x, and how many elements are from row to row, and from one
-``stride_scale_k``         to the next
+``stride_scale_k``         to the next, and from the first row of an expert to that of the next one
+``stride_scale_e``
 ``M columns top_k E``      int32; ``M`` counts rows, for SORT_SLOTS slots, for CLEAR entries of the index; CLEAR's
                            ``columns`` are 32-bit words of a row of any dtype; E is at most the record's max_experts
 ``rows index_end``         int32: rows of y; the first index that names no row
-``room``                   int32: the most rows of an expert, and those from one to the next without ``starts``
+``room``                   int32: the most rows of an expert, and those from one to the next without ``starts``; for
+                           ORDER_CODES ANY_ROWS if their scales have one stride
 ``starts_step``            int32: 0 without ``starts``, else like ``m_sizes_step``
 ``index_step ids_step``    int32, like ``m_sizes_step``: 1 for int32, 2 for int64
 ``flags``                  int32: the activation (activations.KINDS) and the flags below
@@ -88,7 +90,18 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
     RowOp.QUANTIZE_ROWS: (("x", "index", "used", "codes", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
     RowOp.ORDER_CODES: (
         ("x_codes", "x_scale", "index", "used", "codes", "scale"),
-        ("M", "columns", "groups", "stride_scale_m", "stride_scale_k", "top_k", "index_step", "flags"),
+        (
+            "M",
+            "columns",
+            "groups",
+            "stride_scale_m",
+            "stride_scale_k",
+            "stride_scale_e",
+            "room",
+            "top_k",
+            "index_step",
+            "flags",
+        ),
     ),
     RowOp.ACTIVATION: (("h", "a", "used"), ("M", "columns", "flags", *_NUMBERS)),
     RowOp.ACTIVATION_CODES: (("h", "used", "codes", "scale"), ("M", "columns", "flags", *_NUMBERS)),
@@ -186,6 +199,7 @@ _BY_ROW = (
     *WEIGHT_OPS,
 )  # a program computes all columns of a row
 MOST_EXPERTS = 65536  # in the records of kernels that run for any E
+ANY_ROWS = (1 << 31) - 1  # ``room`` of ORDER_CODES, if scales have one stride
 MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS and PLACE_ROWS
 WITHOUT_DTYPE = RowOp.PLACE_ROWS, RowOp.SORT_SLOTS, RowOp.CLEAR
 SORTED_EXPERTS = 32  # experts whose counts one program of SORT_SLOTS adds up
@@ -199,7 +213,7 @@ _ACTIVATION_ROW_CODES = (
 )
 _QUANTIZE_ROWS = "rowops.quantize_rows", "bdaf8002423103005fba68d10dba3b58d06ea3fc4c353f76d24fced36356c601"
 _QUANTIZE = "rowops.quantize", "feb4c75c38f4f2618066dc92d0f1b5a15e4818e5f20ba7d2d527fb901cabdd73"
-_ORDER_CODES = "rowops.order_codes", "a65928cbf5438f4ae2dbeead39839cd8a573729d9bd00f4c3f2df622195c1ca9"
+_ORDER_CODES = "rowops.order_codes", "e03e0583778b02ad515b1d8e2531ca8ff03616024a68c28d9c5bbdb38cd6a098"
 _SORT = "rowops.sort", "ca5611a804955fcba89a115e4794d135c438bc3d390d173e2f538cf02eae150d"
 _PLACE = "rowops.place", "6585ec0db1ffbdfce77812de8531eea7866d992fe5451b55ccc95e1b487b7acf"
 _WEIGHTS = "rowops.weights", "ecee02c0e0648072c1e12f123a4722d62480d1e89ca478ae49c23477285de5e1"
@@ -212,7 +226,7 @@ ROW_OPS = (
     Entry("clear", 1, *_CLEAR, launched_since=1),
     Entry("combine", 3, *_GATHER_COMBINE, launched_since=3),
     Entry("gather", 3, *_GATHER_COMBINE, launched_since=3),
-    Entry("order_codes", 1, *_ORDER_CODES, launched_since=1),
+    Entry("order_codes", 2, *_ORDER_CODES, launched_since=2),
     Entry("place_rows", 1, *_PLACE, launched_since=1),
     Entry("quantize", 2, *_QUANTIZE, launched_since=2),
     Entry("quantize_rows", 2, *_QUANTIZE_ROWS, launched_since=2),

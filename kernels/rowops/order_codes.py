@@ -24,6 +24,8 @@ def order_codes(
     groups,
     stride_scale_m,
     stride_scale_k,
+    stride_scale_e,
+    room,
     top_k,
     index_step,
     flags,
@@ -31,10 +33,10 @@ def order_codes(
 ):
     """codes[i] = x_codes[i], each 64 columns in ``K_ORDER``; scale[g, i] = x_scale[i, g].
 
-    x_codes are bytes [M, columns], rows dense, x_scale fp32 [M, groups] with these strides; PICKED, row i of both is
-    ``index[i] // top_k`` (int32 words, a step of 2 means int64). With USED rows from ``used`` on are not read or
-    written. codes are bytes [M, columns] (runtime/weights/order.py); scale is fp32 [groups, M], its rows of whole
-    fours. A program does a row at a time, until there are no more.
+    x_codes are bytes [M, columns], rows dense, x_scale fp32 [M / room, room, groups] with these strides; PICKED, row i
+    of both is ``index[i] // top_k`` (int32 words, a step of 2 means int64). With USED rows from ``used`` on are not
+    read or written. codes are bytes [M, columns] (runtime/weights/order.py); scale is fp32 [groups, M], its rows of
+    whole fours. A program does a row at a time, until there are no more.
     """
     end = M
     if (flags & _USED) != 0:
@@ -49,15 +51,17 @@ def order_codes(
     number = tl.program_id(0)
     while number < end:
         row = number.to(tl.int64)
-        source = row
+        token = number
         if (flags & _PICKED) != 0:
-            source = (tl.load(index + row * index_step) // top_k).to(tl.int64)
+            token = tl.load(index + row * index_step) // top_k
+        source = token.to(tl.int64)
+        of_row = (token // room).to(tl.int64) * stride_scale_e + (token % room).to(tl.int64) * stride_scale_m
         for first in tl.range(0, columns, BLOCK):
             code = tl.load(x_codes + source * columns + first + read, mask=first + read < columns, other=0)
             ordered = code.reshape(BLOCK // 64, 4, 2, 4, 2).permute(0, 3, 1, 4, 2).reshape(BLOCK)
             tl.store(codes + row * columns + first + column, ordered, mask=first + column < columns)
         for first in tl.range(0, groups, _SCALES):
             group = first + tl.arange(0, _SCALES).to(tl.int64)
-            factor = tl.load(x_scale + source * stride_scale_m + group * stride_scale_k, mask=group < groups, other=0.0)
+            factor = tl.load(x_scale + of_row + group * stride_scale_k, mask=group < groups, other=0.0)
             tl.store(scale + group * width + row, factor, mask=group < groups)
         number += tl.num_programs(0)

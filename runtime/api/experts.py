@@ -21,9 +21,11 @@ from ..ops.layer import Layer, weights_of
 from ..ops.low_rank import Adapters, as_used
 from ..ops.padded_rows import How, PackedActivation, PaddedGemm, Placed
 from ..weights.expert_weights import ExpertWeights, key_of
+from ..weights.quantized_rows import QuantizedRows
+from .coded_rows import refusal
 from .lora import Lora, adapters_given, scales_of
-from .padded import adapter, check_out, check_rows, most_rows, named, recorded, run_recorded
-from .padded_plan import placed_of
+from .padded import adapter, check_out, check_rows, checked_codes, most_rows, named, recorded, run_recorded
+from .padded_plan import as_rows, placed_of
 
 if TYPE_CHECKING:
     from ...kernels.contract.activations import Activation
@@ -34,7 +36,7 @@ _written = torch.autograd.graph.increment_version  # a launch that autograd does
 
 
 def experts_mlp(
-    x: torch.Tensor,
+    x: torch.Tensor | QuantizedRows,
     gate_up_weight: torch.Tensor | ExpertWeights,
     down_weight: torch.Tensor | ExpertWeights,
     m_sizes: torch.Tensor,
@@ -59,14 +61,14 @@ def experts_mlp(
     ----------
     x
         [E, M_max, H] bfloat16, float16 or float32 (float64 on the CPU), or [M, H] with ``m_starts``. Rows that are no
-        expert's are not read.
+        expert's are not read. Or ``QuantizedRows`` of these shapes: y is bfloat16, and nothing has a gradient.
     gate_up_weight, down_weight, activation, gated, interleaved, gate_up_bias, down_bias, w_layout, lora
         The parameters of ``moe_mlp`` by these names.
     m_sizes, m_starts
         [E] int32 or int64, contiguous: the rows of each expert, and with x [M, H] where they begin, see
         ``grouped_gemm``.
     out
-        Contiguous, in x's shape and dtype: written and returned, without a gradient. It may be x itself.
+        Contiguous, in y's shape and dtype: written and returned, without a gradient. It may be x itself.
     zero_tail
         Whether rows of y that are no expert's are zeroed; otherwise they are left as they are.
     expected_rows
@@ -75,12 +77,14 @@ def experts_mlp(
     Returns
     -------
     torch.Tensor
-        y in x's shape and dtype. Differentiable in x, the weights, the biases and adapters; dx of other rows is zero.
+        y in x's shape, in its dtype or bfloat16. Differentiable in x, the weights, the biases and adapters; dx of other
+        rows is zero.
 
     Raises
     ------
     InputError
-        for tensors that can't be used, or parameters that exclude each other.
+        for tensors that can't be used, or parameters that exclude each other; for ``QuantizedRows`` where no kernel
+        reads x as codes.
     ProblemNotInBundle, TargetMismatch, DriverTooOld, BundleError, CudaError
         for the reasons of ``grouped_gemm``.
     """
@@ -89,6 +93,9 @@ def experts_mlp(
     adapters = adapters_given(lora)
     low = [one for pair in adapters if isinstance(pair, Lora) for one in pair[:2]]
     biases = gate_up_bias, down_bias
+    if isinstance(x, QuantizedRows):
+        both, rest_of = (gate_up_weight, down_weight), (adapters, out, zero_tail, expected_rows)
+        return _of_codes(x, both, m_sizes, m_starts, act, w_layout, biases, *rest_of)
     if tensors.duals._current_level >= 0:
         tensors.no_tangents(_CALL, x, gate_up_weight, down_weight, *biases, *low)
     if any(isinstance(pair, Lora) and pair.dropout for pair in adapters):
@@ -157,6 +164,41 @@ def experts_mlp(
     return y.view(x.shape)
 
 
+def _of_codes(
+    given: QuantizedRows,
+    both: tuple[torch.Tensor | ExpertWeights, torch.Tensor | ExpertWeights],
+    m_sizes: torch.Tensor,
+    m_starts: torch.Tensor | None,
+    act: RowActivation,
+    w_layout: str,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    adapters: tuple[Lora | None, Lora | None],
+    out: torch.Tensor | None,
+    zero_tail: bool,
+    expected_rows: int | None,
+) -> torch.Tensor:
+    """The layer of rows that arrive as codes."""
+    if any(adapters):
+        raise refusal(_CALL, "x", "lora")
+    coded = checked_codes(_CALL, "x", given, both[0], m_sizes, m_starts, both[1], *biases)
+    (codes, scale), x = coded, given.stand_in()
+    flat = x.view(-1, x.shape[-1])
+    _, gate_up, down, _ = _checked(flat, *both, m_sizes, act, w_layout, *biases, copies=False)
+    bucket = expected_bucket(_CALL, expected_rows, flat.shape[0], most_rows(x))
+    if out is not None:
+        read = {"m_sizes": m_sizes, "m_starts": m_starts, "gate_up_bias": biases[0], "down_bias": biases[1]}
+        read |= named("gate_up_weight", gate_up) | named("down_weight", down)
+        check_out(_CALL, out, x.shape, x, read | {"x.codes": codes, "x.scale": scale})
+    weights, placed = weights_of(gate_up, down, *biases), placed_of(x, m_sizes, m_starts)
+    how, into = Layer(1, Layout(w_layout), act, bucket), as_rows(out)
+    with without_autocast(codes.device.type):
+        y = padded_rows.layer(how, codes, weights, placed, zero_tail=bool(zero_tail), into=into, x_scale=scale)
+    if out is not None:
+        _written(out)
+        return out
+    return y.view(x.shape)
+
+
 def _again(
     key: object,
     x: torch.Tensor,
@@ -212,12 +254,14 @@ def _checked(
     w_layout: str,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
+    *,
+    copies: bool = True,
 ) -> tuple[torch.Tensor, Any, Any, int]:
     """x with usable rows, the weights with three dimensions, and the columns of the first product."""
     form = form_of(w_layout=w_layout, topk=1, permute_x=False, permute_y=False)
 
     def product(rows: torch.Tensor, w: Any, bias: torch.Tensor | None) -> tensors.RowGemm:
-        found = tensors.check(rows, w, m_sizes, w_layout)
+        found = tensors.check(rows, w, m_sizes, w_layout, copies=copies)
         check_fusions(
             form, m_sizes, x.dtype, found.N, gather_indices=None, topk_weights=None, fuse_mul_post=False, bias=bias
         )

@@ -23,8 +23,9 @@ from ..ops import padded_rows
 from ..ops.low_rank import LowRank, as_used
 from ..ops.padded_rows import How, PaddedGemm, Placed
 from ..weights.expert_weights import ExpertWeights, key_of
-from ..weights.quantized_rows import QuantizedRows
+from ..weights.quantized_rows import QuantizedRows, checked
 from .adapted import check_no_gradient, low_rank_of
+from .coded_rows import refusal
 from .lora import Lora, scales_of
 from .padded_plan import Compute, PaddedPlan, as_rows, placed_of, plan
 
@@ -72,8 +73,6 @@ def padded_gemm(
     InputError
         for tensors that can't be used, or parameters that exclude each other.
     """
-    if isinstance(x, QuantizedRows):
-        raise InputError(f"{_CALL}: m_starts with QuantizedRows: rows that lie apart are bfloat16. Pass such rows as x")
     for (name, usual), value in zip(EXCLUDED.items(), others, strict=True):
         if value is not usual and not (type(value) is type(usual) and value == usual):
             kind = "x [E, M_max, K]" if m_starts is None else "m_starts"
@@ -81,6 +80,10 @@ def padded_gemm(
                 f"{_CALL}: {name} with {kind}: padded rows are sorted by expert already, and pretuned chooses their "
                 f"kernel. Leave {name} out"
             )
+    if isinstance(x, QuantizedRows):
+        if lora is not None:
+            raise refusal(_CALL, "x", "lora")
+        return _of_codes(x, w, m_sizes, m_starts, w_layout, zero_tail, bias, out, expected_rows)
     if isinstance(lora, Lora) and lora.dropout:
         rest: dict[str, Any] = {"m_starts": m_starts, "expected_rows": expected_rows}
         zeroed = {**rest, "zero_tail": bool(zero_tail or out is not None)}  # else what stands in out changes
@@ -146,6 +149,65 @@ def padded_gemm(
         _written(out)
         return out
     return y.view(y_shape)
+
+
+def _of_codes(
+    given: QuantizedRows,
+    w: torch.Tensor | ExpertWeights,
+    m_sizes: torch.Tensor,
+    m_starts: torch.Tensor | None,
+    w_layout: str,
+    zero_tail: bool,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    expected_rows: int | None,
+) -> torch.Tensor:
+    """The product of rows that arrive as codes."""
+    (codes, scale), x = checked_codes(_CALL, "x", given, w, m_sizes, m_starts, bias), given.stand_in()
+    moves: dict[str, Any] = {"topk": 1, "permute_x": False, "permute_y": False}
+    form = form_of(w_layout=w_layout, zero_tail=zero_tail, **moves)
+    flat = x.view(-1, x.shape[-1])
+    rows = tensors.check(flat, tensors.outline(w, flat, w_layout), m_sizes, w_layout, copies=False)
+    check_fusions(
+        form, m_sizes, x.dtype, rows.N, gather_indices=None, topk_weights=None, fuse_mul_post=False, bias=bias
+    )
+    bucket = expected_bucket(_CALL, expected_rows, rows.M, most_rows(x))
+    y_shape = (*x.shape[:-1], rows.N)
+    if out is not None:
+        read = {"m_sizes": m_sizes, "m_starts": m_starts, "bias": bias, **named("w", w)}
+        check_out(_CALL, out, y_shape, x, read | {"x.codes": codes, "x.scale": scale})
+    placed, how = placed_of(x, m_sizes, m_starts), How(True, True, Layout(w_layout), form.zero_tail, bucket)
+    with without_autocast(codes.device.type):
+        y, _ = padded_rows.product(codes, w, placed, how, bias, None, as_rows(out), x_scale=scale)
+    if out is not None:
+        _written(out)
+        return out
+    return y.view(y_shape)
+
+
+def checked_codes(
+    call: str,
+    name: str,
+    given: QuantizedRows,
+    w: torch.Tensor | ExpertWeights,
+    m_sizes: torch.Tensor,
+    m_starts: torch.Tensor | None,
+    *others: torch.Tensor | ExpertWeights | None,
+) -> QuantizedRows:
+    """``quantized_rows.checked`` of padded rows; InputError for a call that torch traces, or a gradient.
+
+    ``others`` are what else the call reads.
+    """
+    coded = checked(call, name, given, w)
+    check_rows(call, name, given.stand_in(), m_sizes, m_starts)
+    there = [one for one in others if one is not None]
+    if tensors.duals._current_level >= 0:
+        tensors.no_tangents(call, *there)
+    if tensors.is_traced(*coded, m_sizes, m_starts, *there):
+        raise refusal(call, name, "a call that torch traces")
+    if torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in there):
+        raise refusal(call, name, "a gradient")
+    return coded
 
 
 def run_recorded(

@@ -461,7 +461,7 @@ class Rows:
     ``bounds`` (``routing.Routing``) may be given where every index has its row, also in x; ``loose`` says that rows of
     y whose index has none may hold anything. ``low`` is added by ``products.with_low_part`` alone. ``expected`` is the
     bucket of rows that a kernel is chosen for, if it is not M's; memory and grids are of M rows. With ``x_scale``
-    [rows of x, groups] x is e4m3 codes, and row x[r, k] * x_scale[r, group of k].
+    [rows of x, groups], or [E, rows of x / E, groups], x is e4m3 codes, and row x[r, k] * x_scale[r, group of k].
 
     From these follow ``sizes`` (E, and N and K of w), ``columns`` and ``dtype`` of y, ``bucket`` (of rows, that the
     kernel is chosen for), ``spread`` (how many times the expected rows there may be, in buckets; 1 for fewer, or where

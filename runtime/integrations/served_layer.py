@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,6 +41,15 @@ def expected_rows(tokens: int, top_k: int, here: int, experts: int, shared: int 
     """
     own, every = here - shared, experts - shared
     return tokens * shared + tokens * (top_k - shared) * own // every if 0 < own < every else None
+
+
+def received_rows(tokens: int, top_k: int, here: int, experts: int, shared: int = 0) -> int | None:
+    """``expected_rows`` of tokens that an all-to-all has brought: each chooses one expert of this rank or more."""
+    own, every, routed = here - shared, experts - shared, top_k - shared
+    if not 0 < own < every:
+        return None
+    arrives = 1.0 if shared else 1 - math.comb(every - own, routed) / math.comb(every, routed)
+    return min(tokens * top_k, round(tokens * (shared + routed * own / every / arrives)))
 
 
 class ServedLayer(NamedTuple):

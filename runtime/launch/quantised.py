@@ -16,7 +16,7 @@ from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
 from ...kernels.contract.activations import Activation
 from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, is_aligned
 from ...kernels.hopper_w4a16 import prepares
-from ...kernels.rowops import CODE_OPS, PICKED
+from ...kernels.rowops import ANY_ROWS, CODE_OPS, PICKED
 from ..check.tensors import address_of, row_stride
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import capturing, local_gpu, platform_supported
@@ -394,10 +394,14 @@ def order_step(
     used: tuple[int, int],
     index: str,
 ) -> Step:
-    """``quantize_step`` of x that arrives as codes [T, columns], dense, with scale [T, groups] of any strides."""
+    """``quantize_step`` of x that arrives as codes [T, columns], dense, with scale of any strides.
+
+    ``scale`` is [T, groups], or [E, T / E, groups].
+    """
     columns, (behind, flags) = x.shape[1], used
     picked = f", {top_k} of each" if top_k else ""
-    by_row = scale.stride(1) == 1 or scale.shape[1] == 1
+    by_row = scale.dim() == 2 and (scale.stride(1) == 1 or scale.shape[1] == 1)
+    apart, room = (scale.stride(0), scale.shape[1]) if scale.dim() == 3 else (0, ANY_ROWS)
     return Step.of(
         launch,
         f"order the codes of rows of {columns} columns{picked}",
@@ -405,9 +409,11 @@ def order_step(
         scales=by_row,  # else the stride is of the call's rows
         behind=(("used", behind, 0), ("scale", 0, columns)),
         columns=columns,
-        groups=scale.shape[1],
-        stride_scale_m=scale.stride(0),
-        stride_scale_k=scale.stride(1),
+        groups=scale.shape[-1],
+        stride_scale_m=scale.stride(-2),
+        stride_scale_k=scale.stride(-1),
+        stride_scale_e=apart,
+        room=room,
         top_k=top_k or 1,
         index_step=index_step,
         flags=flags | (PICKED if top_k else 0),

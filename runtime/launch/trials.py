@@ -482,9 +482,13 @@ def _order_codes(on: _On) -> str | None:
     host, order, used = draw.integers(0, 256, _T * C).to(torch.uint8).view(_T, C), draw.order(M), on.used()
     x, index, scales = on.words(host), on.words(order), draw.normal(_T, groups)
     picked = order[:_USED].long() // _TOP_K
+    every = rowops.ANY_ROWS
     want = host[picked].view(_USED, -1, 64)[..., torch.tensor(K_ORDER, device="cpu")].view(_USED, C)
-    for by_column in (False, True):
-        placed = on.words(scales.T.contiguous() if by_column else scales)
+    for room, strides in ((every, (0, groups, 1)), (every, (0, 1, _T)), (_T // 4, (_T // 4 * groups, 1, _T // 4))):
+        apart, by_row, by_group = strides
+        rows = torch.arange(_T, device="cpu")[:, None]
+        at = rows // room * apart + rows % room * by_row + torch.arange(groups, device="cpu") * by_group
+        placed = on.words(torch.empty_like(scales).view(-1).scatter_(0, at.view(-1), scales.view(-1)))
         codes = on.words(torch.full((M, C), 7, dtype=torch.uint8, device="cpu"))
         scale = on.words(full(groups, scale_columns(M)))
         on.run(
@@ -498,8 +502,10 @@ def _order_codes(on: _On) -> str | None:
             M=M,
             columns=C,
             groups=groups,
-            stride_scale_m=1 if by_column else groups,
-            stride_scale_k=_T if by_column else 1,
+            stride_scale_m=by_row,
+            stride_scale_k=by_group,
+            stride_scale_e=apart,
+            room=room,
             top_k=_TOP_K,
             index_step=1,
             flags=rowops.USED | rowops.PICKED,

@@ -132,13 +132,17 @@ def product(
     one: LowRank | None,
     out: torch.Tensor | None = None,
     do: Now = NOW,
+    x_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y [R, N] of x [R, K], and what an adapter's A made of rows; padding of ``out`` stays as it is."""
+    """y [R, N] of x [R, K], and what an adapter's A made of rows; padding of ``out`` stays as it is.
+
+    x are codes with ``x_scale`` (``Rows``).
+    """
     u = None
     if one is not None:
         index = placed.index if how.reads else None
         u = low_rank.narrowed(one, x, placed.m_sizes, index, int(how.reads), placed.bounds, do, how.bucket)
-    call = _rows(Op.FORWARD, x, w, placed, how, bias)._replace(loose=out is None)
+    call = _rows(Op.FORWARD, x, w, placed, how, bias)._replace(loose=out is None, x_scale=x_scale)
     return low_rank.product(call, one, u, do, out, x.shape[0]), u
 
 
@@ -312,17 +316,20 @@ def layer(
     into: torch.Tensor | None = None,
     adapters: Adapters = NO_ADAPTERS,
     do: Now = NOW,
+    x_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y [R, H] = act(x @ gate_up[e].T) @ down[e].T of padded rows x [R, H]; ``how.top_k`` is 1.
 
     y is ``into`` if it is given, whose padding stays as it is without ``zero_tail``. Where nothing needs a gradient.
+    x are codes with ``x_scale`` (``Rows``).
     """
     _, layout, act, bucket = how
     first_how, second_how = How(True, False, layout, False, bucket), How(False, True, layout, zero_tail, bucket)
     first = _rows(Op.FORWARD, x, given.gate_up, placed, first_how, given.gate_up_bias)._replace(loose=True)
-    a = gated_rows(first, do) if act == GATED_IN_PRODUCT and adapters.first is None else None
+    a = gated_rows(first, do) if x_scale is None and act == GATED_IN_PRODUCT and adapters.first is None else None
     if a is None:
-        h, _ = product(x, given.gate_up, placed, first_how, given.gate_up_bias, adapters.first, do=do)
+        up = given.gate_up, placed, first_how, given.gate_up_bias, adapters.first
+        h, _ = product(x, *up, do=do, x_scale=x_scale)
         if adapters.second is None:
             of_h = _rows(Op.FORWARD, h, given.down, placed, second_how, given.down_bias)
             y = of_activated(of_h._replace(loose=into is None), act, do, into)

@@ -22,13 +22,19 @@ class QuantizedRows(NamedTuple):
     Parameters
     ----------
     codes
-        [M, K] float8_e4m3fn (of ``moe_mlp`` [T, H] or [..., H]), contiguous.
+        [M, K] float8_e4m3fn (of ``moe_mlp`` [T, H] or [..., H]; padded [E, M_max, K]), contiguous.
     scale
-        float32 on codes' device, with any strides (row-major, column-major): [M, K/128]; or [M, 1] or [M].
+        float32 on codes' device, with any strides (row-major, column-major): [M, K/128]; or [M, 1] or [M]. Padded
+        [E, M_max, K/128]; or [E, M_max, 1] or [E, M_max].
     """
 
     codes: torch.Tensor
     scale: torch.Tensor
+
+    @property
+    def ndim(self) -> int:
+        """The dimensions of codes; 2 if they are no tensor."""
+        return getattr(self.codes, "ndim", 2)
 
     def stand_in(self) -> torch.Tensor:
         """A bfloat16 tensor of codes' shape without memory for its rows: what a call's checks look at."""
@@ -37,12 +43,15 @@ class QuantizedRows(NamedTuple):
 
 
 def values(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The rows that codes [M, K] with scale [M, groups] stand for, float32."""
+    """The rows that codes [M, K] with scale [M, groups], or [E, M / E, groups], stand for, float32."""
+    scale = scale.reshape(-1, scale.shape[-1])
     return codes.float() * scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
 
 
 def checked(call: str, name: str, x: QuantizedRows, w: object) -> QuantizedRows:
     """x with codes [M, K] and scale [M, groups], views of its tensors; w is what it is multiplied with.
+
+    Rows of [E, M_max] whose scales have no common stride keep scale [E, M_max, groups].
 
     Raises
     ------
@@ -87,5 +96,7 @@ def checked(call: str, name: str, x: QuantizedRows, w: object) -> QuantizedRows:
     try:
         flat = scale.view(-1, groups) if scale.numel() else scale.new_empty((0, groups))
     except RuntimeError:
+        if codes.dim() == 3:
+            return QuantizedRows(codes.view(-1, K), scale if scale.dim() == 3 else scale.unsqueeze(-1))
         bad("scale", f"with strides {list(scale.stride())}", "rows that a view can flatten: pass scale.contiguous()")
     return QuantizedRows(codes.view(-1, K), flat)

@@ -50,7 +50,7 @@ def test_sglang_finds_the_plug_in_and_loads_it_twice(registry: Any, monkeypatch:
     from pretuned.integrations.sglang import PLACES
 
     assert {place: len(registry._hooks[place]) for place in PLACES} == dict.fromkeys(PLACES, 1)
-    assert len(PLACES) == 1 + 9 * 4
+    assert len(PLACES) == 2 + 9 * 4
 
 
 @pytest.mark.parametrize("environ", [{"PRETUNED_SGLANG": "0"}, {"PRETUNED_SGLANG": "False"}, {"SGLANG_PLUGINS": "x"}])

@@ -260,6 +260,64 @@ def test_experts_of_other_ranks_and_ids_that_stand_for_none() -> None:
             torch.testing.assert_close(out, unweighted if is_weighted else wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("mode", ["decode", "prefill"])
+def test_layouts_of_deepep_v2(mode: str) -> None:
+    """As its prepare step documents them: a buffer for the worst case, or rows by expert with their counts.
+
+    DeepEP is not installed here: the tensors are made by hand, with NaN where it leaves memory as it was.
+    """
+    from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+
+    from pretuned.integrations.vllm.experts import PretunedExperts
+
+    torch.manual_seed(0)
+    E, T, room, H, I = 3, 5, 12, 32, 16  # noqa: E741
+    w13, w2 = torch.randn(E, 2 * I, H), torch.randn(E, H, I)
+    x, weights = torch.randn(T, H), torch.rand(T, 2)
+    ids = torch.tensor([[0, 4], [2, 1], [1, 5], [0, 2], [3, 1]])  # experts 0, 1, 2 of six are this rank's
+    slots = sorted((int(ids[t, s]), t, s) for t in range(T) for s in range(2) if ids[t, s] < E)
+    if mode == "decode":
+        rows, factors = torch.full((room, H), torch.nan), torch.full((room, 2), torch.nan)
+        routed = torch.full((room, 2), -1)
+        rows[:T], factors[:T], routed[:T] = x, weights, torch.where(ids < E, ids, -1)
+        counts = mk.ExpertTokensMetadata(None, None)
+        counts.psum_recv_per_rank = torch.tensor([2, T], dtype=torch.int32)
+    else:
+        rows = torch.stack([x[t] for _, t, _ in slots])
+        factors = torch.stack([weights[t, s : s + 1] for _, t, s in slots])
+        routed = torch.tensor([[e] for e, _, _ in slots])
+        counts = mk.ExpertTokensMetadata.make_from_list(routed.flatten().bincount(minlength=E).tolist(), device="cpu")
+    made = PretunedExperts(
+        config(num_experts=6, num_local_experts=E, in_dtype=torch.float32), FusedMoEQuantConfig.make()
+    )
+    out = torch.full_like(rows, torch.nan)
+    made.apply(
+        output=out,
+        hidden_states=rows,
+        w1=w13,
+        w2=w2,
+        topk_weights=factors,
+        topk_ids=routed,
+        activation=MoEActivation.SILU,
+        global_num_experts=6,
+        expert_map=torch.tensor([0, 1, 2, -1, -1, -1], dtype=torch.int32),
+        a1q_scale=None,
+        a2_scale=None,
+        workspace13=None,
+        workspace2=None,
+        expert_tokens_meta=counts,
+        apply_router_weight_on_input=False,
+    )
+    want = torch.zeros(T if mode == "decode" else len(slots), H)
+    for i, (e, t, s) in enumerate(slots):
+        gate, up = (w13[e] @ x[t]).chunk(2)
+        y = weights[t, s] * (w2[e] @ (torch.nn.functional.silu(gate) * up))
+        want[t if mode == "decode" else i] += y
+    torch.testing.assert_close(out[: len(want)], want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("experts_of_all", [6, 3])
 @pytest.mark.parametrize("counts", [None, [2, 0, 5], [9, 9, 9]])
 def test_the_rows_of_this_rank_choose_its_kernels(

@@ -27,6 +27,32 @@ def on():
         one._supports_current_device = staticmethod(lambda: True)
     cpu_moe.CPUExpertsInt4._supports_quant_scheme = staticmethod(lambda *_: True)
 """
+# vLLM's communicator for CPUs lacks the two functions that its all-gather and reduce-scatter of tokens call.
+_GATHERS = """
+def on():
+    import torch
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def all_gatherv(self, given, dim=0, sizes=None):
+        if isinstance(given, list):
+            return [self.all_gatherv(one, dim, sizes) for one in given]
+        assert dim == 0
+        sizes = sizes or [len(given)] * self.world_size
+        room = given.new_zeros(max(sizes), *given.shape[1:])
+        room[: len(given)] = given
+        parts = [torch.empty_like(room) for _ in sizes]
+        torch.distributed.all_gather(parts, room, group=self.device_group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes)])
+
+    def reduce_scatterv(self, given, dim=-1, sizes=None):
+        assert dim == 0
+        whole = given.clone()
+        torch.distributed.all_reduce(whole, group=self.device_group)
+        sizes = sizes or [len(given) // self.world_size] * self.world_size
+        return whole.split(sizes)[self.rank_in_group].clone()
+
+    CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
+"""
 _SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")  # `vllm serve`
 
 
@@ -46,6 +72,50 @@ def test_experts_spread_over_two_processes(
         assert set(mine) == {((4, 64, 64), True)}  # half of the experts
 
 
+def in_workers(folder: Path, code: str) -> Path:
+    """A place on Python's path with a plug-in of vLLM's, whose function ``on`` each process calls."""
+    plug_in = folder / "plug_in"
+    about = plug_in / "backends-1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: backends\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[vllm.general_plugins]\nbackends = backends:on\n")
+    (plug_in / "backends.py").write_text(code)
+    return plug_in
+
+
+def test_tokens_of_data_parallel_ranks_are_gathered(
+    models: dict[str, Path], without: dict[str, Told], tmp_path: Path
+) -> None:
+    """vLLM's allgather_reducescatter over gloo: each of two engines answers a prompt, and has half the experts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    script, plug_in = Path(__file__).parents[1] / "support" / "vllm_dp_rank.py", in_workers(tmp_path, _GATHERS)
+    places = (str(plug_in), str(script.parent), *filter(None, [os.environ.get("PYTHONPATH")]))
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(places), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    answers = [tmp_path / f"{rank}.json" for rank in range(2)]
+    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
+    ranks = []
+    for rank, (answer, log) in enumerate(zip(answers, logs, strict=True)):
+        command = [sys.executable, script, str(rank), "2", port, models[_MODEL], "1", answer]
+        with log.open("w") as out:
+            ranks.append(subprocess.Popen(command, env=environ, stdout=out, stderr=out))
+    try:
+        for one, log in zip(ranks, logs, strict=True):
+            assert one.wait(timeout=300) == 0, log.read_text()[-5000:]
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait()
+    for rank, answer in enumerate(answers):
+        said = json.loads(answer.read_text())
+        assert said["tokens"] == without[_MODEL].tokens[rank : rank + 1]
+        (calls,) = said["calls"]
+        assert said["all_to_all"] == ["AgRsAll2AllManager"]
+        assert len(calls) >= 2 * len(said["tokens"][0])
+        assert all(call == [[4, 64, 64], True] for call in calls)  # half of the experts
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
@@ -63,13 +133,7 @@ def test_widths_that_are_padded_in_two_processes(
     for one in (cpu_moe.CPUExpertsMxfp4, cpu_moe.CPUExpertsInt4):
         for name in ("_supports_current_device", "_supports_quant_scheme"):
             monkeypatch.setattr(one, name, vars(one)[name])  # as it is afterwards
-    plug_in = tmp_path / "plug_in"
-    (plug_in / "backends-1.dist-info").mkdir(parents=True)
-    (plug_in / "backends-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: backends\nVersion: 1\n")
-    (plug_in / "backends-1.dist-info" / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nbackends = backends:on\n"
-    )
-    (plug_in / "backends.py").write_text(_BACKENDS)
+    plug_in = in_workers(tmp_path, _BACKENDS)
     monkeypatch.syspath_prepend(plug_in)
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions for the workers
     pair = getattr(tiny_quantised, kind)(tmp_path, **sizes)

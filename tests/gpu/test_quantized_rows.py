@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from pretuned.artifacts.records.precision import Scale
-from pretuned.runtime import ExpertWeights, QuantizedRows, explain, grouped_gemm, moe_mlp, sort_routing
+from pretuned.runtime import (
+    ExpertWeights,
+    QuantizedRows,
+    activate,
+    experts_mlp,
+    explain,
+    grouped_gemm,
+    moe_mlp,
+    sort_routing,
+)
 from pretuned.runtime.weights.order import K_ORDER
 from pretuned.runtime.weights.row_codes import codes_of_rows
 
@@ -95,3 +104,52 @@ def test_products(format: str) -> None:
     assert float((found.float() - want.float()).norm() / want.float().norm()) < 1e-2
     assert not found[int(sizes.sum()) :].any()
     assert explain(given, up, sizes).coded
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_padded_codes_have_the_bits_of_packed_ones(format: str, by_column: bool) -> None:
+    """Each expert's scales row by row or column by column; padding is poisoned and left alone, also in a graph."""
+    most, (up, down) = 96, weights(format)
+    _, (codes, scale) = exact(E * most, format, by_column=False)
+    codes, scale = codes.view(E, most, H), scale.view(E, most, -1)
+    counts = torch.zeros(E, dtype=torch.int32, device="cuda")
+    poisoned, factors = torch.empty_like(codes), torch.empty_like(scale)
+    factors = factors.mT.contiguous().mT if by_column else factors
+    given = QuantizedRows(poisoned, factors)
+    y, layer = torch.empty(E, most, 2 * I, device="cuda").bfloat16(), torch.empty(E, most, H, device="cuda").bfloat16()
+
+    def place(seed: int) -> torch.Tensor:
+        drawn = torch.randint(0, most + 1, (E,), generator=torch.Generator().manual_seed(seed))
+        drawn[1], drawn[2] = 0, most
+        counts.copy_(drawn)
+        there = torch.arange(most, device="cuda") < counts[:, None]
+        poisoned.view(torch.uint8).copy_(torch.where(there[..., None], codes.view(torch.uint8), 0x7F))
+        factors.copy_(torch.where(there[..., None], scale, float("nan")))
+        y.fill_(7.0)
+        layer.fill_(7.0)
+        return there
+
+    def run() -> None:
+        grouped_gemm(given, up, counts, out=y, expected_rows=E * most // 2)
+        experts_mlp(given, up, down, counts, out=layer, expected_rows=E * most // 2)
+
+    def judge(there: torch.Tensor) -> None:
+        packed = QuantizedRows(codes[there], scale[there])
+        assert torch.equal(y[there], grouped_gemm(packed, up, counts, expected_rows=E * most // 2))
+        assert bool((y[~there] == 7.0).all())
+        assert bool((layer[~there] == 7.0).all())
+        want = grouped_gemm(activate(y[there]), down, counts)
+        assert float((layer[there].float() - want.float()).norm() / want.float().norm()) < 5e-2
+
+    with torch.no_grad():
+        there = place(1)
+        run()
+        judge(there)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        for seed in (2, 3):
+            there = place(seed)
+            graph.replay()
+            judge(there)

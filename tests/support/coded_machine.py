@@ -17,7 +17,7 @@ from host_gpu import SLOTS, publish_alone
 
 from pretuned.artifacts.records.bundle import Choice, Source
 from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem, RowOp
+from pretuned.artifacts.records.problem import Fusion, Op, Problem, RowOp
 from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
 from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.hopper_w8a8_block import scale_columns
@@ -44,6 +44,7 @@ PRODUCTS = (
     Spec(Op.FORWARD, DType.FP8_CHANNEL, BY_ROW),
     Spec(Op.FORWARD, DType.FP8_CHANNEL_A16, MIXED),
 )
+SCATTERS = tuple(one._replace(fusion=Fusion.SCATTER) for one in PRODUCTS)
 
 
 def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -58,11 +59,11 @@ class Machine(EmulatedGpu):
     def __init__(self, folder: Path) -> None:
         super().__init__(H200)
         self.folder, self.dense = folder, dict[int, torch.Tensor]()
-        self.after |= {made(one)[0].cubin_sha256: self.multiply for one in PRODUCTS}
+        self.after |= {made(one)[0].cubin_sha256: self.multiply for one in (*PRODUCTS, *SCATTERS)}
         self.publish()
 
     def publish(self, *, without: RowOp | None = None, quantises: bool = True) -> None:
-        specs = [*PRODUCTS, *(RowOpSpec(op, DType.BF16) for op in PASSES if op is not without)]
+        specs = [*PRODUCTS, *SCATTERS, *(RowOpSpec(op, DType.BF16) for op in PASSES if op is not without)]
         """Of 8 rows and fewer quantising x is slower in either case."""
 
         def ns(spec: Spec, bucket: int) -> int:
@@ -70,20 +71,20 @@ class Machine(EmulatedGpu):
             return 1000 * (codes_us if spec.dtype.quantises_x else 1000)
 
         choices = {
-            Problem(Op.FORWARD, spec.dtype, E, N, K): [
+            Problem(Op.FORWARD, spec.dtype, E, N, K, fusion=spec.fusion): [
                 Choice(bucket, index, Source.MEASURED, ns(spec, bucket), gpu=0) for bucket in (4, 8, 32, 64)
             ]
-            for index, spec in enumerate(PRODUCTS)
+            for index, spec in enumerate((*PRODUCTS, *SCATTERS))
             for N, K in ((2 * I, H), (I, H), (H, I))
         }
-        sort = made(RowOpSpec(RowOp.SORT_SLOTS, DType.FP32, 1), block=SLOTS)
-        publish_alone(self.folder, bundle_of([*map(made, specs), sort], choices, gpus=[H200]))
+        lists = [made(RowOpSpec(op, DType.FP32, 1), block=SLOTS) for op in (RowOp.SORT_SLOTS, RowOp.PLACE_ROWS)]
+        publish_alone(self.folder, bundle_of([*map(made, specs), *lists], choices, gpus=[H200]))
         self.launches.clear()
 
     @property
     def ran(self) -> list[RowOp]:
-        """The row kernels that were launched, but for the sort."""
-        return [RowOp(one.code.op) for one in self.passes if one.code.op is not RowOp.SORT_SLOTS]
+        """The row kernels that were launched, but for those that list rows."""
+        return [RowOp(one.code.op) for one in self.passes if one.code.op not in (RowOp.SORT_SLOTS, RowOp.PLACE_ROWS)]
 
     def multiply(self, launch: Launch) -> None:
         words, at = launch.words, launch.addresses()
@@ -95,12 +96,17 @@ class Machine(EmulatedGpu):
             values, row = values_of_rows(codes, scale, slice(0, M)), 0
         else:
             values, row = tensor_at(at["x"], (M, K), torch.bfloat16).float(), 0
-        stored = tensor_at(at["y"], (M, N), torch.bfloat16)
+        stored, to = tensor_at(at["y"], (M, N), torch.bfloat16), torch.arange(M)
+        if words["flags"] & Fusion.SCATTER.value:
+            to = tensor_at(at["index"], (M,), torch.int32).long()
+        there = torch.zeros(M, dtype=torch.bool)
         for e, count in enumerate(tensor_at(at["m_sizes"], (E,), torch.int32).tolist()):
-            stored[row : row + count] = values[row : row + count] @ self.dense[at["w"]][e].T
+            rows = to[row : row + count]
+            stored[rows] = (values[row : row + count] @ self.dense[at["w"]][e].T).bfloat16()
+            there[rows] = True
             row += count
         if words["flags"] & 16:
-            stored[row:] = 0
+            stored[~there] = 0
 
     def layer(self, gated: bool, format: str = "fp8_block") -> tuple[ExpertWeights, ExpertWeights]:
         """Prepared weights, whose values the GPU knows."""

@@ -14,7 +14,7 @@ import sys
 import quick_interpreter  # noqa: F401
 import torch
 
-from pretuned.kernels.rowops import PICKED, USED
+from pretuned.kernels.rowops import ANY_ROWS, PICKED, USED
 from pretuned.kernels.rowops.order_codes import order_codes
 from pretuned.kernels.rowops.quantize import quantize
 from pretuned.kernels.rowops.quantize_rows import quantize_rows
@@ -72,12 +72,19 @@ def wrong(
     given, factors = values.view(rows, columns).to(torch.float8_e4m3fn).view(torch.uint8), scale.clone()
     if not top_k:
         given[end:], factors[end:] = 0x7F, float("nan")
-    for by_column in (False, True):
-        of_x = factors.T.contiguous().T if by_column else factors
+    halves = [factors[: rows // 2], factors[rows // 2 :]]  # of two experts, each with columns of its own
+    apart = torch.cat([one.T.reshape(-1) for one in halves]) if rows % 2 == 0 else None
+    for of_x, steps in (
+        (factors, (groups, 1, 0, ANY_ROWS)),
+        (factors.T.contiguous(), (1, rows, 0, ANY_ROWS)),
+        (apart, (1, rows // 2, rows // 2 * groups, rows // 2)),
+    ):
+        if of_x is None:
+            continue
         ordered, moved = torch.full_like(codes, 7), torch.full((groups, -(-M // 4) * 4), -1.0)
-        strides = groups, of_x.stride(0), of_x.stride(1), max(1, top_k), 2 if wide else 1, flags
+        numbers = groups, *steps, max(1, top_k), 2 if wide else 1, flags
         order_codes[(min(M, programs or M),)](
-            given, of_x, words, count, ordered, moved, M, columns, *strides, BLOCK=max(block, 64)
+            given, of_x, words, count, ordered, moved, M, columns, *numbers, BLOCK=max(block, 64)
         )
         if not torch.equal(ordered, codes):
             found.append("codes that were ordered")

@@ -155,7 +155,8 @@ def quantize(
 
 
 def order_codes(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
-    (x, x_scale, index, used, codes, scale), (M, K, groups, by_row, by_group, top_k, step, flags) = pointers, numbers
+    (x, x_scale, index, used, codes, scale), (M, K, groups, *strides, top_k, step, flags) = pointers, numbers
+    by_row, by_group, by_expert, room = strides
     assert 0 < grid <= M
     source = np.arange(_used(used, M, flags))
     if flags & rowops.PICKED:
@@ -163,10 +164,11 @@ def order_codes(of: Elements, grid: int, block: int, pointers: Sequence[int], nu
     rows = int(source.max(initial=-1)) + 1
     natural = torch.from_numpy(np.array(at(x, rows * K, ctypes.c_uint8))).view(rows, K // 64, 64)
     _codes_at(codes, M, K)[: len(source)] = natural[..., torch.tensor(K_ORDER)].view(rows, K)[source]
-    every = at(x_scale, max(0, (rows - 1) * by_row + (groups - 1) * by_group + 1))
+    of_row = source // room * by_expert + source % room * by_row
+    every = at(x_scale, int(of_row.max(initial=0)) + (groups - 1) * by_group + 1)
     placed = at(scale, (groups - 1) * scale_columns(M) + M)
     for g in range(groups):
-        placed[g * scale_columns(M) :][: len(source)] = every[source * by_row + g * by_group]
+        placed[g * scale_columns(M) :][: len(source)] = every[of_row + g * by_group]
 
 
 def gather(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..plug_in import SGLANG as PLUG_IN
 
+NAME = "pretuned"  # of the runner's backend
 _METHODS = "sglang.srt.layers.quantization."
 _QUANTISED = (
     "fp8.Fp8MoEMethod",
@@ -83,6 +84,17 @@ def loaded(process: Callable[..., Any], method: Any, layer: Any) -> Any:
         return process(method, layer)
 
 
+def built(create: Callable[..., Any], layer: Any, *given: Any, **named: Any) -> None:
+    """SGLang's ``DeepEPMoE.__init__``; if pretuned has the layer its method runs, as with DeepGEMM.
+
+    SGLang decides that by the name of its own runner.
+    """
+    create(layer, *given, **named)
+    backend = getattr(getattr(getattr(layer, "quant_method", None), "runner", None), "runner_backend", None)
+    if getattr(backend, "value", None) == NAME:
+        layer.deprecate_flag = True
+
+
 def restored(restore: Callable[..., Any], method: Any, layer: Any) -> Any:
     """SGLang's ``restore_weights_before_loading``, and pretuned's."""
     ours = _experts(layer)
@@ -107,6 +119,7 @@ _AROUND = {
     "apply": called,
 }
 PLACES = {
+    "sglang.srt.layers.moe.ep_moe.layer.DeepEPMoE.__init__": built,
     _METHODS + "unquant.UnquantizedFusedMoEMethod.create_moe_runner": around,
     **{f"{_METHODS}{one}.{name}": hook for one in _QUANTISED for name, hook in _AROUND.items()},
 }

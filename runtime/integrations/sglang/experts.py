@@ -15,24 +15,40 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.layers.moe.moe_runner import runner as moe_runner
 from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore
+from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPLLCombineInput, DeepEPNormalCombineInput
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
-from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend, resolve_moe_runner_backend
+from sglang.srt.layers.moe.utils import (
+    get_deepep_mode,
+    get_moe_a2a_backend,
+    get_moe_runner_backend,
+    is_sbo_enabled,
+    resolve_moe_runner_backend,
+)
 from sglang.srt.runtime_context import get_flags, get_server_args
 
 from ...artifacts.errors import InputError
 from ...artifacts.records.precision import DType
 from ...kernels.contract.activations import Activation
 from ...kernels.hopper_w4a16 import SIZES, prepares
+from ...runtime.api.experts import experts_mlp
 from ...runtime.api.moe import moe_mlp
 from ...runtime.check.tensors import DTYPES
 from ...runtime.driver.device import current_device, local_gpu
 from ...runtime.ops.activation import RowActivation
 from ...runtime.settings import settings
+from ...runtime.weights.quantized_rows import QuantizedRows
 from ..plug_in import SGLANG as PLUG_IN
-from ..served_layer import ServedLayer, choose_invariantly, expected_rows, lacks, load
+from ..served_layer import ServedLayer, choose_invariantly, expected_rows, lacks, load, received_rows
+from . import NAME
 from .quantised import Experts, Packing, format_of, run_by, runs_by, watch
 
-NAME = "pretuned"
+_DEEP_GEMM = "deep_gemm"
+# By the all-to-all, the formats whose tokens arrive as pretuned takes them; None: unquantised weights, tokens in bf16.
+_ALL_TO_ALLS: dict[str, tuple[str | None, ...]] = {
+    "deepep": (None, "fp8_block"),
+    "mooncake": ("fp8_block",),
+    "nixl": ("fp8_block",),
+}
 _UNQUANTISED = "UnquantizedFusedMoEMethod"
 _GATED, _UNGATED = ("silu", "gelu", "gelu_tanh", "situ"), ("silu", "gelu", "relu2")  # of SGLang's Triton runner
 _SITU_BETA = 4.0  # where gemm1_alpha is None, as in SGLang's Triton runner
@@ -80,12 +96,13 @@ def refusal(method: Any, layer: Any, config: Any, format: Packing | str | None, 
         return format
     if own is None:  # of fp8 on backends that have none
         return "it has no runner"
-    if own.value not in (("triton",) if format is None else format.runners):
+    apart = not get_moe_a2a_backend().is_none()
+    if own.value not in (("triton",) if format is None else format.runners) and not (apart and own.value == _DEEP_GEMM):
         return "its weights lie in an order of its own"
     if asked not in ("auto", NAME):
         return f"--moe-runner-backend {asked} asks for it"
-    if not get_moe_a2a_backend().is_none():
-        return f"the all-to-all of {get_moe_a2a_backend().value} hands over tokens in its own layout"
+    if apart and (why := _not_received(own.value, config, format, everywhere=everywhere)) is not None:
+        return why
     if getattr(method, "_aiter_runner", None) is not None:
         return "aiter runs it"
     if getattr(settings, "enable_lora", False):
@@ -108,6 +125,24 @@ def refusal(method: Any, layer: Any, config: Any, format: Packing | str | None, 
         tokens = getattr(settings, "chunked_prefill_size", None) or _TOKENS
         return lacks(served, local_gpu(current_device()), tokens=max(tokens, 1), any_variant=everywhere)
     return None if everywhere else "pretuned has no kernels for the CPU (PRETUNED_SGLANG=1 runs its reference there)"
+
+
+def _not_received(runner: str, config: Any, format: Packing | None, *, everywhere: bool) -> str | None:
+    """Why tokens of this all-to-all are not in a layout that pretuned takes for the layer; None if they are."""
+    name = get_moe_a2a_backend().value
+    if name not in _ALL_TO_ALLS:
+        return f"the all-to-all of {name} hands over tokens in its own layout"
+    if (None if format is None else format.name) not in _ALL_TO_ALLS[name]:
+        what = config.params_dtype if format is None else format.name
+        return f"the all-to-all of {name} hands over tokens that {what} weights are not multiplied with"
+    if is_sbo_enabled():
+        return "--enable-single-batch-overlap: the all-to-all waits for signals of SGLang's own GEMM"
+    if config.apply_router_weight_on_input:
+        return "the router's weights are applied to the input"
+    # Up to 1.4 x as fast on an H200, given codes (benchmarks/results/padded-rows-h200.json)
+    if format is not None and runner == _DEEP_GEMM and get_deepep_mode().enable_low_latency() and not everywhere:
+        return "DeepGEMM's masked kernel is faster on tokens padded by expert"
+    return None
 
 
 def _varies() -> str | None:
@@ -295,36 +330,64 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
         return resolve_moe_runner_backend(NAME)
 
     def run_from_dispatch(self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None) -> Any:
-        """The layer on the tokens [T, H] of a dispatch; an id of -1, of another rank's expert, takes no part."""
+        """The layer on a dispatch's tokens.
+
+        These are [T, H], and an id of -1, of another rank's expert, takes no part; or tokens by expert, [E, M_max, H].
+        """
         if self.own is None:
             return self._run(dispatch_output, quant_info, runner_config)
         try:
             return self._run(dispatch_output, quant_info, runner_config)
         except Exception as error:
             PLUG_IN.failed("run a layer", error)
-            return self.own.run(dispatch_output, quant_info)
+            return self.own.run(dispatch_output, _own_info(self.own, quant_info))
 
     def _run(self, dispatch_output: Any, quant_info: Any, runner_config: Any) -> Any:
-        x, (weights, ids, *_) = dispatch_output.hidden_states, dispatch_output.topk_output
-        act, (tokens, top_k) = self.activation(), ids.shape
-        expected = expected_rows(tokens, top_k, self.config.num_local_experts, *_experts_of_all(self.config))
-        out = moe_mlp(
-            x,
-            quant_info.w13_weight,
-            quant_info.w2_weight,
-            ids,
-            weights,
-            act.function,
-            gated=act.gated,
-            interleaved=act.interleaved or quant_info.fuse_swiglu_interleaved,
-            gate_up_bias=_in(quant_info.b13, x),
-            down_bias=_in(quant_info.b2, x),
-            weights_on="input" if runner_config.apply_router_weight_on_input else "output",
-            expected_rows=expected,
-        )
+        format, act, here = dispatch_output.format, self.activation(), self.config.num_local_experts
+        weighs = "input" if runner_config.apply_router_weight_on_input else "output"
+        x = dispatch_output.hidden_states if format.is_standard() else _received(dispatch_output)
+        dtype = torch.bfloat16 if isinstance(x, QuantizedRows) else x.dtype
+        given: dict[str, Any] = {
+            "activation": act.function,
+            "gated": act.gated,
+            "interleaved": act.interleaved or quant_info.fuse_swiglu_interleaved,
+            "gate_up_bias": _in(quant_info.b13, dtype),
+            "down_bias": _in(quant_info.b2, dtype),
+        }
+        both = quant_info.w13_weight, quant_info.w2_weight
+        if format.is_deepep_ll():
+            room = dispatch_output.hidden_states.shape[:2].numel()
+            given["expected_rows"] = min(dispatch_output.expected_m * here, room)
+            y = experts_mlp(x, *both, dispatch_output.masked_m, **given)
+            return DeepEPLLCombineInput(y, dispatch_output.topk_ids, dispatch_output.topk_weights)
+        if format.is_deepep_normal():  # SGLang's models multiply by routed_scaling_factor themselves
+            ids, weights = dispatch_output.topk_ids, dispatch_output.topk_weights
+            tokens, top_k = ids.shape
+            given["expected_rows"] = received_rows(tokens, top_k, here, *_experts_of_all(self.config))
+            out = moe_mlp(x, *both, ids, weights, **given)
+            return DeepEPNormalCombineInput(out, ids, weights)
+        weights, ids, *_ = dispatch_output.topk_output
+        tokens, top_k = ids.shape
+        given["expected_rows"] = expected_rows(tokens, top_k, here, *_experts_of_all(self.config))
+        out = moe_mlp(x, *both, ids, weights, weights_on=weighs, **given)
         factor = runner_config.routed_scaling_factor
         return StandardCombineInput(hidden_states=out if factor in (None, 1.0) else out.mul_(factor))
 
 
-def _in(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    return None if bias is None else bias.to(x.dtype)
+def _received(dispatch_output: Any) -> torch.Tensor | QuantizedRows:
+    """The tokens that an all-to-all has brought, with their scales if they are quantised."""
+    x, scale = dispatch_output.hidden_states, dispatch_output.hidden_states_scale
+    return x if scale is None else QuantizedRows(x, scale)
+
+
+def _own_info(own: Any, quant_info: Any) -> Any:
+    """What SGLang's own runner of unquantised weights is told of them."""
+    if own.runner_backend.value != _DEEP_GEMM:
+        return quant_info
+    from sglang.srt.layers.moe.moe_runner.deep_gemm import DeepGemmMoeQuantInfo
+
+    return DeepGemmMoeQuantInfo(quant_info.w13_weight, quant_info.w2_weight, use_fp8=False)
+
+
+def _in(bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if bias is None else bias.to(dtype)

@@ -6,19 +6,29 @@ in the order that a checkpoint or an all-to-all has them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from coded_machine import TOP_K, E, H, I, Machine, T, routed
+from coded_machine import TOP_K, E, H, I, Machine, T, layer_of, routed
 from emulated_driver import emulated
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records.precision import Scale
 from pretuned.artifacts.records.problem import RowOp
-from pretuned.runtime import ExpertWeights, Lora, QuantizedRows, explain, grouped_gemm, moe_mlp, sort_routing
+from pretuned.runtime import (
+    ExpertWeights,
+    Lora,
+    QuantizedRows,
+    experts_mlp,
+    explain,
+    grouped_gemm,
+    moe_mlp,
+    sort_routing,
+)
 from pretuned.runtime.weights.order import K_ORDER
 from pretuned.runtime.weights.row_codes import codes_of_rows
 
@@ -169,6 +179,7 @@ def test_what_can_not_be_used_is_an_error_that_says_what_is_wanted() -> None:
             grouped_gemm(x, other, sizes)
         with pytest.raises(InputError, match=r"beside .*, whose products do not read x as codes\. Wanted"):
             moe_mlp(x, other, down, ids, weights)
+    apart = QuantizedRows(codes.view(E, -1, H), scale.view(E, T // E, 2))
     adapter = Lora(torch.randn(E, 4, H).bfloat16(), torch.randn(E, 2 * I, 4).bfloat16())
     for call in (
         lambda: grouped_gemm(x, up, sizes, lora=adapter),
@@ -178,6 +189,7 @@ def test_what_can_not_be_used_is_an_error_that_says_what_is_wanted() -> None:
         lambda: moe_mlp(x, up, down, ids, weights.clone().requires_grad_()),
         lambda: grouped_gemm(x, up, sizes, bias=torch.zeros(E, 2 * I).bfloat16().requires_grad_()),
         lambda: torch.compile(lambda s: grouped_gemm(x, up, s), backend="eager", fullgraph=True)(sizes),
+        lambda: torch.compile(lambda s: grouped_gemm(apart, up, s), backend="eager", fullgraph=True)(sizes),
     ):
         with pytest.raises(Exception, match="QuantizedRows, and there is "):
             call()
@@ -212,8 +224,135 @@ def test_explain_says_that_codes_are_ordered(machine: Machine, format: str) -> N
     assert "no usable bundle has the row kernel that orders its codes" in told.raises
 
 
-def test_rows_that_lie_apart_are_no_codes() -> None:
-    x = QuantizedRows(torch.zeros(4, 128, dtype=torch.float8_e4m3fn), torch.ones(4, 1))
-    starts = torch.tensor([0, 2])
-    with pytest.raises(InputError, match="m_starts with QuantizedRows"):
-        grouped_gemm(x, torch.zeros(2, 8, 128), starts, m_starts=starts)
+ROOM, COUNTS = 11, ([3, 0, 11, 5], [0, 0, 0, 0], [11, 11, 11, 11], [20, -1, 1, 2])
+STARTS = torch.tensor([33, 0, 20, 10])  # in another order, with room between them
+
+
+def apart(x: torch.Tensor, format: str, counts: list[int], *, starts: bool, by_column: bool) -> QuantizedRows:
+    """Codes of x [E, ROOM, H], with NaN for the codes and scales that no expert has, as DeepEP's buffers have them."""
+    codes, scale = coded(x.view(-1, H), format)
+    codes, scale = codes.view(E, ROOM, H).clone(), scale.view(E, ROOM, -1).clone()
+    for e, count in enumerate(counts):
+        codes.view(torch.uint8)[e, max(0, count) :], scale[e, max(0, count) :] = 0x7F, float("nan")
+    if not starts:
+        return QuantizedRows(codes, scale.mT.contiguous().mT if by_column else scale)
+    flat, of_row = torch.full((E * ROOM, H), 0x7F, dtype=torch.uint8), torch.full((E * ROOM, scale.shape[2]), math.nan)
+    for e, start in enumerate(STARTS.tolist()):
+        count = min(max(counts[e], 0), E * ROOM - start, 10)
+        flat[start : start + count], of_row[start : start + count] = (
+            codes.view(torch.uint8)[e, :count],
+            scale[e, :count],
+        )
+    return QuantizedRows(flat.view(E4M3), of_row.T.contiguous().T if by_column else of_row)
+
+
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_padded_codes_have_the_bits_of_packed_ones(
+    request: pytest.FixtureRequest, format: str, counts: list[int], where: str
+) -> None:
+    """Of every layout of scales, with experts' rows in turn or at starts; padding is neither read nor written."""
+    if where == "gpu":
+        up, down = request.getfixturevalue("machine").layer(True, format)
+    else:
+        up, down = (one.restore() for one in layer_of(True, format))
+    x = torch.randn(E, ROOM, H, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for starts, by_column in ((False, False), (False, True), (True, False), (True, True)):
+        given = apart(x, format, counts, starts=starts, by_column=by_column)
+        there = [min(max(one, 0), 10 if starts else ROOM) for one in counts]
+        rows = torch.cat([x[e, :count] for e, count in enumerate(there)])
+        sizes = torch.tensor(there if starts else counts, dtype=torch.int32)
+        at = STARTS.tolist() if starts else [e * ROOM for e in range(E)]
+        index = torch.cat([torch.arange(start, start + count) for start, count in zip(at, there, strict=True)])
+        m_starts = STARTS if starts else None
+        packed, many = QuantizedRows(*coded(rows, format)), torch.tensor(there, dtype=torch.int32)
+        shape = (E * ROOM,) if starts else (E, ROOM)
+        hint: dict[str, Any] = {"expected_rows": len(rows)}
+        want = grouped_gemm(packed, up, many) if len(rows) else rows.new_empty(0, 2 * I)
+        for _ in range(2):
+            y = grouped_gemm(given, up, sizes, m_starts=m_starts, **hint)
+            assert (y.shape, y.dtype) == ((*shape, 2 * I), torch.bfloat16)
+            assert torch.equal(y.view(-1, 2 * I)[index], want)
+            out = torch.full_like(y, 7.0)
+            assert grouped_gemm(given, up, sizes, m_starts=m_starts, out=out, **hint) is out
+            filled = torch.full_like(out, 7.0)
+            filled.view(-1, 2 * I)[index] = want
+            assert torch.equal(out, filled)
+            zeroed = grouped_gemm(given, up, sizes, m_starts=m_starts, zero_tail=True, **hint)
+            assert torch.equal(
+                zeroed.view(-1, 2 * I), torch.zeros(E * ROOM, 2 * I).bfloat16().index_put_((index,), want)
+            )
+        layer = experts_mlp(given, up, down, sizes, m_starts=m_starts, **hint)
+        padded = torch.zeros(E * ROOM, H).bfloat16()
+        padded[index] = rows
+        same = experts_mlp(padded.view(*shape, H), up, down, sizes, m_starts=m_starts, **hint)
+        assert (layer.shape, layer.dtype) == ((*shape, H), torch.bfloat16)
+        assert torch.equal(layer.view(-1, H)[index], same.view(-1, H)[index]) or where == "gpu"
+        out = torch.full_like(layer, 7.0)
+        assert experts_mlp(given, up, down, sizes, m_starts=m_starts, out=out, **hint) is out
+        filled = torch.full_like(out, 7.0)
+        filled.view(-1, H)[index] = layer.view(-1, H)[index]
+        assert torch.equal(out, filled)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_padded_codes_are_ordered_once(machine: Machine, format: str) -> None:
+    up, down = machine.layer(True, format)
+    x = torch.randn(E, ROOM, H).bfloat16()
+    given = apart(x, format, [ROOM] * E, starts=False, by_column=True)
+    machine.launches.clear()
+    y = experts_mlp(given, up, down, torch.tensor([ROOM] * E))
+    one = RowOp.ACTIVATION_CODES if format == "fp8_block" else RowOp.ACTIVATION_ROW_CODES
+    assert machine.ran == [RowOp.ORDER_CODES, one]
+    assert torch.equal(y, experts_mlp(x, up, down, torch.tensor([ROOM] * E)))
+    flat = apart(x, format, [ROOM] * E, starts=False, by_column=False)
+    if format == "fp8_channel":
+        assert torch.equal(
+            experts_mlp(QuantizedRows(flat.codes, flat.scale[..., 0]), up, down, torch.tensor([11] * E)), y
+        )
+
+
+def test_padded_codes_that_can_not_be_used(machine: Machine) -> None:
+    up, down = machine.layer(True)
+    x = torch.randn(E, ROOM, H).bfloat16()
+    codes, scale = apart(x, "fp8_block", [ROOM] * E, starts=False, by_column=False)
+    given, sizes = QuantizedRows(codes, scale), torch.tensor([1] * E)
+    adapter = Lora(torch.randn(E, 4, H).bfloat16(), torch.randn(E, 2 * I, 4).bfloat16())
+    bias = torch.zeros(E, 2 * I).bfloat16().requires_grad_()
+    for match, call in (
+        (r"x.scale is of shape \[4, 11, 1\], wanted \[4, 11, 2\]", lambda: QuantizedRows(codes, scale[..., :1])),
+        (r"x is of shape \[3, 11, 256\], wanted \[E, M_max, K\]", lambda: QuantizedRows(codes[:3], scale[:3])),
+        (r"x.codes is torch.bfloat16, wanted torch.float8_e4m3fn", lambda: QuantizedRows(x, scale)),
+    ):
+        with pytest.raises(InputError, match=f"grouped_gemm: {match}"):
+            grouped_gemm(call(), up, sizes)
+        with pytest.raises(InputError, match=f"experts_mlp: {match}"):
+            experts_mlp(call(), up, down, sizes)
+    with pytest.raises(InputError, match="leave one of the two away"):
+        grouped_gemm(given, up, sizes, m_starts=STARTS)
+    flat = QuantizedRows(codes.view(-1, H), scale.view(-1, 2))
+    with pytest.raises(InputError, match=r"m_starts is torch\.float32"):
+        grouped_gemm(flat, up, sizes, m_starts=STARTS.float())
+    with pytest.raises(InputError, match="topk with x"):
+        grouped_gemm(given, up, sizes, 2)
+    with pytest.raises(InputError, match=r"expected_rows is 45, wanted an int of 0 to E\*M_max"):
+        experts_mlp(given, up, down, sizes, expected_rows=45)
+    with pytest.raises(InputError, match=r"out is torch.float32"):
+        experts_mlp(given, up, down, sizes, out=torch.empty(E, ROOM, H))
+    memory = torch.zeros(E, ROOM, H).bfloat16()
+    shared = QuantizedRows(memory.view(E4M3).view(-1)[: codes.numel()].view(codes.shape), scale)
+    with pytest.raises(InputError, match=r"out is in the memory of x\.codes"):
+        experts_mlp(shared, up, down, sizes, out=memory)
+    for what, call in (
+        ("lora", lambda: grouped_gemm(given, up, sizes, lora=adapter)),
+        ("lora", lambda: grouped_gemm(given, up, sizes, lora=adapter._replace(dropout=0.5))),
+        ("lora", lambda: experts_mlp(given, up, down, sizes, lora=(adapter, None))),
+        ("a gradient", lambda: grouped_gemm(given, up, sizes, bias=bias)),
+        ("a gradient", lambda: experts_mlp(given, up, down, sizes, gate_up_bias=bias)),
+    ):
+        with pytest.raises(Exception, match=f"QuantizedRows, and there is {what}"):
+            call()
+    machine.publish(without=RowOp.ORDER_CODES)
+    with pytest.raises(InputError, match="no usable bundle has the row kernel that orders its codes"):
+        experts_mlp(given, up, down, sizes)

@@ -1,0 +1,234 @@
+"""SGLang's layers between two all-to-alls, on the CPU: DeepEP in both modes, Mooncake and NIXL.
+
+None of these libraries is installed here. ``Double`` stands in for SGLang's dispatcher, of one rank: it hands
+over what SGLang's own dispatchers document, with NaN in rows that no token has, and combines as DeepEP does.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang_layer
+import torch
+from sglang_layer import lines, load, wanted
+
+pytestmark = pytest.mark.filterwarnings("default")
+E, H, I, T, TOP_K, ROOM = 4, 256, 128, 9, 2, 12  # noqa: E741
+
+registry, told = sglang_layer.registry, sglang_layer.told
+
+
+class Double:
+    """A dispatcher of one rank: ``mode`` is DeepEP's, ``fp8`` says that tokens are quantised on their way."""
+
+    def __init__(self, name: str, mode: str, *, fp8: bool) -> None:
+        self.name, self.mode, self.fp8, self.seen = name, mode, fp8, list[Any]()
+
+    def set_quant_config(self, config: dict[str, Any]) -> None:
+        """As unquantised layers ask for tokens in bf16."""
+
+    def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
+        from sglang.srt.layers.moe import token_dispatcher
+
+        weights, ids = topk_output.topk_weights, topk_output.topk_ids.long()
+        x, scale = quantised(hidden_states) if self.fp8 else (hidden_states, None)
+        if self.mode == "normal":
+            counts = ids.flatten()[ids.flatten() >= 0].bincount(minlength=E)
+            aligned = ((counts + 127) // 128 * 128).tolist()
+            return token_dispatcher.DeepEPNormalDispatchOutput(x, scale, ids, weights, aligned)
+        self._slots = [[(t, s) for t in range(len(ids)) for s in range(TOP_K) if ids[t, s] == e] for e in range(E)]
+        rows = torch.full((E, ROOM, H), float("nan")).to(x.dtype)
+        scales = None if scale is None else torch.full((E, H // 128, ROOM), float("nan")).mT  # column-major
+        for e, slots in enumerate(self._slots):
+            for i, (t, _) in enumerate(slots):
+                rows[e, i] = x[t]
+                if scales is not None and scale is not None:
+                    scales[e, i] = scale[t]
+        counts = torch.tensor([len(slots) for slots in self._slots], dtype=torch.int32)
+        kind = {"mooncake": token_dispatcher.MooncakeDispatchOutput, "nixl": token_dispatcher.NixlEPDispatchOutput}
+        of = kind.get(self.name, token_dispatcher.DeepEPLLDispatchOutput)
+        return of(rows, scales, ids, weights, counts, (len(ids) * TOP_K + E) // E)
+
+    def combine(self, combine_input: Any) -> torch.Tensor:
+        hidden_states, ids, weights = combine_input  # as SGLang's dispatchers unpack it
+        self.seen.append(combine_input)
+        if self.mode == "normal":
+            return hidden_states
+        out = torch.zeros(len(ids), H)
+        for e, slots in enumerate(self._slots):
+            for i, (t, s) in enumerate(slots):
+                out[t] += weights[t, s] * hidden_states[e, i].float()
+        return out.to(hidden_states.dtype)
+
+
+def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of each 128 columns, as SGLang's dispatchers and DeepEP make them."""
+    groups = x.float().view(len(x), -1, 128)
+    scale = groups.abs().amax(-1).clamp(1e-4) / 448.0
+    return (groups / scale[..., None]).view(x.shape).to(torch.float8_e4m3fn), scale
+
+
+def layer(
+    monkeypatch: pytest.MonkeyPatch, name: str, mode: str, fp8: bool, *, everywhere: str = "1", own: str = "deep_gemm"
+) -> tuple[Any, Double]:
+    """SGLang's DeepEPMoE, made as its models make it on an H100 with DeepGEMM."""
+    from sglang.srt.layers import deep_gemm_wrapper
+    from sglang.srt.layers.moe import utils
+    from sglang.srt.layers.moe.ep_moe.layer import DeepEPMoE
+    from sglang.srt.layers.moe.fused_moe_triton import layer as module
+    from sglang.srt.layers.quantization import unquant
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+    from sglang.srt.runtime_context import get_flags
+
+    if not torch.distributed.is_initialized():
+        sglang_layer.start()
+    load(monkeypatch, PRETUNED_SGLANG=everywhere)
+    double = Double(name, mode, fp8=fp8)
+    monkeypatch.setattr(module, "create_moe_dispatcher", lambda *_, **__: double)
+    monkeypatch.setattr(deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", True)
+    moe = get_flags().moe
+    monkeypatch.setattr(moe, "a2a_backend", utils.MoeA2ABackend(name))
+    monkeypatch.setattr(moe, "deepep_mode", utils.DeepEPMode(mode))
+    init = unquant.UnquantizedFusedMoEMethod.__init__
+    monkeypatch.setattr(unquant.UnquantizedFusedMoEMethod, "__init__", lambda self, *_: init(self, False, False, True))
+    config = None
+    if fp8:
+        config = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[128, 128])
+    sizes = {"num_experts": E, "top_k": TOP_K, "hidden_size": H, "intermediate_size": I, "layer_id": 0}
+    made = DeepEPMoE(**sizes, params_dtype=torch.bfloat16, quant_config=config, prefix="model.layers.0.mlp.experts")
+    if not fp8:
+        made.quant_method._forward_method = made.quant_method.forward_cuda  # the CPU's passes runners by
+    return made, double
+
+
+def fill(made: Any, fp8: bool) -> Any:
+    """Weights, and those that a layer without an all-to-all multiplies with."""
+    from pretuned.runtime import ExpertWeights
+
+    torch.manual_seed(4)
+    plain = SimpleNamespace()
+    for name, shape in (("w13", (2 * I, H)), ("w2", (H, I))):
+        w = torch.randn(E, *shape) * 0.1
+        if fp8:
+            codes = ExpertWeights.quantize(w, "fp8_block")
+            getattr(made, f"{name}_weight").data.copy_(codes.codes.view(torch.float8_e4m3fn))
+            getattr(made, f"{name}_weight_scale_inv").data.copy_(codes.scale)
+            w = codes.dequantize(torch.float32)
+        else:
+            getattr(made, f"{name}_weight").data.copy_(w)
+            w = w.bfloat16().float()
+        setattr(plain, f"{name}_weight", w)
+    made.quant_method.process_weights_after_loading(made)
+    return plain
+
+
+def question() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(3)
+    ids = torch.stack([torch.randperm(E)[:TOP_K] for _ in range(T)]).int()
+    ids[2, 1] = ids[5] = -1  # of another rank
+    return torch.randn(T, H).bfloat16(), torch.rand(T, TOP_K), ids
+
+
+CASES = [
+    ("deepep", "normal", False),
+    ("deepep", "low_latency", False),
+    ("deepep", "normal", True),
+    ("deepep", "low_latency", True),
+    ("mooncake", "low_latency", True),
+    ("nixl", "low_latency", True),
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "fp8"), CASES)
+def test_a_layer_between_two_all_to_alls(
+    name: str, mode: str, fp8: bool, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+) -> None:
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    made, double = layer(monkeypatch, name, mode, fp8)
+    assert made.quant_method.runner.runner_backend.value == "pretuned"
+    (line,) = lines(told)
+    assert line.startswith(
+        f"pretuned: runs the MoE layers of E=4 H=256 I=128 k=2 {'fp8_block' if fp8 else 'bf16'} silu"
+    )
+    plain, (x, weights, ids) = fill(made, fp8), question()
+    for _ in range(2):
+        out = made(x.clone(), StandardTopKOutput(weights, ids, torch.empty(0)))
+        (combined,) = double.seen
+        double.seen.clear()
+        assert type(combined).__name__ == f"DeepEP{'Normal' if mode == 'normal' else 'LL'}CombineInput"
+        assert out.dtype is torch.bfloat16
+        arrived = x.float()
+        if fp8:
+            codes, scale = quantised(x)
+            arrived = codes.float() * scale.repeat_interleave(128, 1)
+        want = wanted(plain, made.moe_runner_config, arrived, weights, ids)
+        assert (out.float() - want).norm() < (0.04 if fp8 else 0.01) * want.norm()
+
+
+@pytest.mark.parametrize(("name", "mode", "fp8"), [CASES[3], CASES[5]])
+def test_a_layer_that_is_padded_has_the_bits_of_one_that_is_not(
+    name: str, mode: str, fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    from pretuned.runtime import QuantizedRows, experts_mlp
+
+    made, double = layer(monkeypatch, name, mode, fp8)
+    fill(made, fp8)
+    x, weights, ids = question()
+    made(x.clone(), StandardTopKOutput(weights, ids, torch.empty(0)))
+    (combined,) = double.seen
+    up, down = made.pretuned_experts.weights
+    sent = double.dispatch(x, StandardTopKOutput(weights, ids, torch.empty(0)))
+    want = experts_mlp(QuantizedRows(sent.hidden_states, sent.hidden_states_scale), up, down, sent.masked_m)
+    for e, count in enumerate(sent.masked_m.tolist()):
+        assert torch.equal(combined.hidden_states[e, :count], want[e, :count])
+
+
+def left(monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture, *given: Any, **named: Any) -> str:
+    made, _ = layer(monkeypatch, *given, **named)
+    assert made.quant_method.runner.runner_backend.value == "deep_gemm"
+    (line,) = lines(told)
+    return line
+
+
+def test_fp8_of_padded_tokens_is_left_to_deepgemm(
+    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+) -> None:
+    line = left(monkeypatch, told, "deepep", "auto", True, everywhere="")
+    assert line.endswith("to SGLang's deep_gemm runner: DeepGEMM's masked kernel is faster on tokens padded by expert")
+
+
+def test_what_an_all_to_all_does_not_hand_over(monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture) -> None:
+    line = left(monkeypatch, told, "mooncake", "low_latency", False)
+    assert line.endswith(
+        "the all-to-all of mooncake hands over tokens that torch.bfloat16 weights are not multiplied with"
+    )
+
+
+def test_overlap_with_sglang_s_own_gemm(monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture) -> None:
+    from sglang.srt.runtime_context import get_flags
+
+    if not torch.distributed.is_initialized():
+        sglang_layer.start()
+    monkeypatch.setattr(get_flags().moe, "sbo_enabled", True)
+    line = left(monkeypatch, told, "deepep", "low_latency", True)
+    assert "--enable-single-batch-overlap" in line
+
+
+def test_how_many_slots_tokens_that_arrived_have_here() -> None:
+    from pretuned.integrations.served_layer import received_rows
+
+    generator = torch.Generator().manual_seed(2)
+    for here, experts, top_k in ((32, 256, 8), (16, 128, 8), (4, 8, 2)):
+        ids = torch.rand(20_000, experts, generator=generator).topk(top_k).indices
+        slots = (ids < here).sum(1)
+        there = int((slots > 0).sum())
+        found = received_rows(there, top_k, here, experts)
+        assert found is not None
+        assert found == pytest.approx(int(slots.sum()), rel=0.03)
+    assert received_rows(100, 8, 64, 64) is None
+    assert received_rows(0, 8, 8, 64) == 0
