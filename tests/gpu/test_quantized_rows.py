@@ -136,7 +136,9 @@ def test_padded_codes_have_the_bits_of_packed_ones(format: str, by_column: bool)
 
     def judge(there: torch.Tensor) -> None:
         packed = QuantizedRows(codes[there], scale[there])
-        assert torch.equal(y[there], grouped_gemm(packed, up, counts, expected_rows=E * most // 2))
+        assert torch.equal(
+            y[there], grouped_gemm(packed, up, counts, expected_rows=min(E * most // 2, int(there.sum())))
+        )
         assert bool((y[~there] == 7.0).all())
         assert bool((layer[~there] == 7.0).all())
         want = grouped_gemm(activate(y[there]), down, counts)
