@@ -1,1 +1,1 @@
-"""What users call. Uses everything below."""
+"""The functions that users call. Uses everything below."""

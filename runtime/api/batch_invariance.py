@@ -62,18 +62,18 @@ def compared(run: Run, tokens: int, sizes: Sequence[int], mixes: int, seed: int 
     Others are the first tokens, of each number in ``sizes``, and ``mixes`` random choices of them in random order.
     """
     generator = torch.Generator().manual_seed(seed)
-    every = [torch.arange(size) for size in sizes]
+    batches = [torch.arange(size) for size in sizes]
     for _ in range(mixes):
         count = int(2.0 ** (torch.rand((), generator=generator) * (tokens.bit_length() - 1)).item())
-        every.append(torch.randperm(tokens, generator=generator)[:count])
+        batches.append(torch.randperm(tokens, generator=generator)[:count])
     whole = run(torch.arange(tokens))
-    found = {name: [0, 0] for name in whole}
-    for some in every:
-        for name, one in run(some).items():
-            same = torch.equal(one, whole[name][some.to(one.device)])
-            found[name][0] += 1
-            found[name][1] += not same
-    return {name: Counted(*one) for name, one in found.items()}
+    counts = {name: [0, 0] for name in whole}
+    for some in batches:
+        for name, result in run(some).items():
+            same = torch.equal(result, whole[name][some.to(result.device)])
+            counts[name][0] += 1
+            counts[name][1] += not same
+    return {name: Counted(*pair) for name, pair in counts.items()}
 
 
 class Experts(NamedTuple):
@@ -139,19 +139,19 @@ class Experts(NamedTuple):
         both = grouped_gemm(
             x, self.gate_up, m_sizes, _TOP_K, permute_y=True, topk_weights=weights, fuse_mul_post=True, **moved
         )
-        found = {"moved and weighted": both}
-        for name, one in (
+        results = {"moved and weighted": both}
+        for name, y in (
             ("gathered", grouped_gemm(x, self.gate_up, m_sizes, _TOP_K, **moved)),
             ("plain", grouped_gemm(x[index // _TOP_K], self.gate_up, m_sizes)),
         ):
-            found[name] = torch.empty_like(one)
-            found[name][index] = one
+            results[name] = torch.empty_like(y)
+            results[name][index] = y
         here = (ids >= 0).view(-1, 1)
-        return {name: torch.where(here, one, 0).view(len(at), -1) for name, one in found.items()}
+        return {name: torch.where(here, y, 0).view(len(at), -1) for name, y in results.items()}
 
 
 def forms(experts: Experts) -> dict[str, Run]:
-    """What is computed of a format: layers, with adapters too, and products."""
+    """The computations to check for a format: layers, with adapters too, and products."""
     return {
         "layer": experts.layer,
         "layer, expected_rows": functools.partial(experts.layer, expected=True),
@@ -176,12 +176,12 @@ class Checked:
     @property
     def ok(self) -> bool:
         """Whether no bit differed."""
-        return not any(one.differing for one in self.results.values())
+        return not any(counted.differing for counted in self.results.values())
 
 
 @dataclass(frozen=True, slots=True)
 class BatchInvarianceReport:
-    """What ``examine`` found on one GPU."""
+    """The report of ``examine`` on one GPU."""
 
     gpu: str
     checked: tuple[Checked, ...]
@@ -190,7 +190,7 @@ class BatchInvarianceReport:
     @property
     def ok(self) -> bool:
         """Whether no bit differed in any format."""
-        return all(one.ok for one in self.checked)
+        return all(entry.ok for entry in self.checked)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
@@ -198,19 +198,21 @@ class BatchInvarianceReport:
             "ok": self.ok,
             "gpu": self.gpu,
             "seconds": self.seconds,
-            "checked": [asdict(one) for one in self.checked],
+            "checked": [asdict(entry) for entry in self.checked],
         }
 
     def __str__(self) -> str:
         lines = [f"GPU       {self.gpu}", f"batches   of 1 to {_TOKENS} tokens, {self.seconds:.1f} s in all"]
-        wide = max((len(one.format) for one in self.checked), default=0)
-        for one in self.checked:
-            batches, differing = (sum(each) for each in zip((0, 0), *one.results.values(), strict=True))
-            what = f"skipped: {one.skipped}" if one.skipped else f"{differing} of {batches} results differ in some bit"
-            free = "" if one.skipped else f" (without the mode {one.free.differing} of {one.free.batches})"
-            lines.append(f"{'ok' if one.ok else 'DIFFERS':8}  {one.format:{wide}}  {what}{free}; {one.mode}")
+        wide = max((len(entry.format) for entry in self.checked), default=0)
+        for entry in self.checked:
+            batches, differing = (sum(each) for each in zip((0, 0), *entry.results.values(), strict=True))
+            what = (
+                f"skipped: {entry.skipped}" if entry.skipped else f"{differing} of {batches} results differ in some bit"
+            )
+            free = "" if entry.skipped else f" (without the mode {entry.free.differing} of {entry.free.batches})"
+            lines.append(f"{'ok' if entry.ok else 'DIFFERS':8}  {entry.format:{wide}}  {what}{free}; {entry.mode}")
             lines += [
-                f"          {name}: {n.differing} of {n.batches}" for name, n in one.results.items() if n.differing
+                f"          {name}: {n.differing} of {n.batches}" for name, n in entry.results.items() if n.differing
             ]
         return "\n".join(map(printable, (*lines, "ok        " + ("yes" if self.ok else "no"))))
 
@@ -231,9 +233,9 @@ def check(
     try:
         with hooks.within(mode):
             results = {
-                f"{form}: {name}": one
+                f"{form}: {name}": count
                 for form, run in forms(experts).items()
-                for name, one in compared(run, tokens, sizes, mixes).items()
+                for name, count in compared(run, tokens, sizes, mixes).items()
             }
             trained = experts.layer(torch.arange(min(tokens, 100)))
             same = torch.equal(trained["forward"], trained["forward with a gradient"])
@@ -244,7 +246,7 @@ def check(
     if free:
         with hooks.within(None):
             each = compared(experts.layer, tokens, sizes, mixes).values()
-            other = Counted(*(sum(one) for one in zip(*each, strict=True)))
+            other = Counted(*(sum(column) for column in zip(*each, strict=True)))
     return Checked(format, str(mode), results, other)
 
 

@@ -29,25 +29,29 @@ def adapters_given(lora: object) -> tuple[Lora | None, Lora | None]:
     if lora is None:
         return None, None
     pair = isinstance(lora, (tuple, list)) and len(lora) == 2 and not isinstance(lora, Lora)
-    if not pair or not all(one is None or isinstance(one, Lora) for one in lora):  # type: ignore[attr-defined]
-        got = f"({', '.join(type(one).__name__ for one in lora)})" if pair else f"a {type(lora).__name__}"  # type: ignore[attr-defined]
+    if not pair or not all(adapter is None or isinstance(adapter, Lora) for adapter in lora):  # type: ignore[attr-defined]
+        got = f"({', '.join(type(adapter).__name__ for adapter in lora)})" if pair else f"a {type(lora).__name__}"  # type: ignore[attr-defined]
         tensors.bad("lora", got, "(of the first product, of the second), each a Lora or None", "moe_mlp")
     return lora[0], lora[1]  # type: ignore[index]
 
 
 def scales_of(lora: tuple[Lora | None, Lora | None]) -> tuple[object, ...]:
-    """What a plan of a call with these adapters hangs on, beside their tensors.
+    """The parts of a plan's key that come from these adapters, beside their tensors.
 
     Raises
     ------
     TypeError
         where they are no adapters: the checks say how.
     """
-    if type(lora) is not tuple or len(lora) != 2 or any(one is not None and type(one) is not Lora for one in lora):
+    if (
+        type(lora) is not tuple
+        or len(lora) != 2
+        or any(adapter is not None and type(adapter) is not Lora for adapter in lora)
+    ):
         raise TypeError("no adapters")
-    if any(one is not None and (type(one.dropout) not in (float, int) or one.dropout) for one in lora):
+    if any(adapter is not None and (type(adapter.dropout) not in (float, int) or adapter.dropout) for adapter in lora):
         raise TypeError("no plan draws numbers")
-    for matrix in (each for one in lora if one is not None for each in one[:2]):
+    for matrix in (each for adapter in lora if adapter is not None for each in adapter[:2]):
         if matrix.dim() != 3 or not matrix.dtype.is_floating_point:
             raise TypeError("no matrices")
-    return tuple(None if one is None else (type(one.scale), one.scale) for one in lora)
+    return tuple(None if adapter is None else (type(adapter.scale), adapter.scale) for adapter in lora)

@@ -30,13 +30,13 @@ def would_compile(problem: Problem, local: LocalGpu) -> bool:
 
 
 def compiled(problem: Problem, local: LocalGpu) -> BundleFile | str:
-    """What the compiler makes for problems of this kind, made now if it was not yet; or why there is nothing."""
+    """The compiled bundle for problems of this kind, compiled now if it was not yet; or why there is none."""
     kind = _kind(problem, local)
     with lock("compiling"):
-        found = _made.get(kind)
-        if found is None:
-            found = _made[kind] = _compile(problem, local)
-    return found
+        result = _made.get(kind)
+        if result is None:
+            result = _made[kind] = _compile(problem, local)
+    return result
 
 
 def forget() -> None:

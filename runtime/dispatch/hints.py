@@ -1,4 +1,4 @@
-"""What to build, in words: the ``aot build`` line for a problem, and the nearest shapes that are there."""
+"""Says what to build: the ``aot build`` line for a problem, and the nearest shapes that are there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FIRST_GEMM = {(Op.FORWARD, Fusion.GATHER), (Op.DX, Fusion.SCATTER)}
 
 
 def remedy(problem: Problem, bucket: int, sm: int, view: View | None = None) -> str:
-    """What to do where no bundle has ``problem``, as a sentence without its full stop: the command, or why none is."""
+    """The advice if no bundle has ``problem``, a sentence without its full stop: the command, or why there is none."""
     line = build_line(problem, bucket, sm, view)
     if line is not None:
         return f"Build one with: {line}"
@@ -68,7 +68,7 @@ def build_line(problem: Problem, bucket: int, sm: int, view: View | None = None)
 
 
 def _uncoded(problem: Problem, sm: int) -> str | None:
-    """Why no kernel is for quantised weights on a capability; None where one is, or they are none."""
+    """Why a capability has no kernel for quantised weights; None if it has one, or the weights are not quantised."""
     dtype = problem.dtype
     if not dtype.quantised:
         return None
@@ -78,7 +78,7 @@ def _uncoded(problem: Problem, sm: int) -> str | None:
 
 
 def _options(problem: Problem, *, named: bool = False) -> str:
-    """Of a spec; a model's name alone means its weights as they were published."""
+    """The options of a spec; a model's name alone means its weights as they were published."""
     key = "weights" if problem.dtype.quantised else "dtype"
     options = "" if problem.dtype is DType.BF16 and not named else f" {key}={problem.dtype.value}"
     options += f" layout={problem.layout.value}" if problem.layout is Layout.KN else ""
@@ -92,16 +92,16 @@ def _model_spec(problem: Problem, bucket: int, view: View) -> str | None:
     """
     if problem.op is Op.DW and problem.layout is Layout.KN:  # planned as another product
         return None
-    found: list[Model] = []
+    models: list[Model] = []
     least: dict[str, int] = {}  # experts of a token, where no shared one is fused into them
     for usable in view.usable:
         with contextlib.suppress(BundleError):
             for model in usable.bundle.models():
                 least[model.name] = min(model.top_k, least.get(model.name, model.top_k))
-            found += (model for model in usable.bundle.models_of(problem) if "/" in model.name)
-    if not found:
+            models += (model for model in usable.bundle.models_of(problem) if "/" in model.name)
+    if not models:
         return None
-    model = min(found, key=lambda one: one.tp * one.ep)
+    model = min(models, key=lambda model: model.tp * model.ep)
     options = "".join(f" {key}={degree}" for key, degree in (("tp", model.tp), ("ep", model.ep)) if degree > 1)
     options += " shared=fuse" if model.top_k > least[model.name] else ""
     tokens = -(-bucket * model.ep // model.top_k)
@@ -111,27 +111,29 @@ def _model_spec(problem: Problem, bucket: int, view: View) -> str | None:
 
 def nearest_shapes(problem: Problem, local: LocalGpu, view: View) -> list[str]:
     """Up to three problems of the bundles that are like this one, nearest first, with their rows."""
-    found: dict[Problem, list[tuple[BundleFile, Problem]]] = {}
+    shapes: dict[Problem, list[tuple[BundleFile, Problem]]] = {}
     for usable in view.usable:
         if usable.bundle.target.sm != local.sm:
             continue
         with contextlib.suppress(BundleError):  # a damaged record: who needs it will tell
-            for one in usable.bundle.problems():
-                other = next((name for name in (one, one.transposed) if name and _kind(name) == _kind(problem)), None)
+            for stored in usable.bundle.problems():
+                other = next(
+                    (name for name in (stored, stored.transposed) if name and _kind(name) == _kind(problem)), None
+                )
                 if other is not None:
-                    found.setdefault(other, []).append((usable.bundle, one))
-    near = sorted(found, key=lambda other: (_distance(problem, other), other.sort_key))
-    told = ((p, _rows_of(found[p])) for p in near)  # the choices of the nearest alone are read
-    some = itertools.islice(((p, rows) for p, rows in told if rows), _NEAREST)
+                    shapes.setdefault(other, []).append((usable.bundle, stored))
+    near = sorted(shapes, key=lambda other: (_distance(problem, other), other.sort_key))
+    with_rows = ((p, _rows_of(shapes[p])) for p in near)  # the choices of the nearest alone are read
+    some = itertools.islice(((p, rows) for p, rows in with_rows if rows), _NEAREST)
     return [f"E={p.E} N={p.N} K={p.K} (M near {', '.join(map(str, rows))})" for p, rows in some]
 
 
 def _rows_of(names: Iterable[tuple[BundleFile, Problem]]) -> list[int]:
     """The buckets that bundles have choices of for a problem by its names there."""
     rows: set[int] = set()
-    for bundle, one in names:
+    for bundle, name in names:
         with contextlib.suppress(BundleError):
-            rows.update(choice.bucket for choice in bundle.find(one))
+            rows.update(choice.bucket for choice in bundle.find(name))
     return sorted(rows)
 
 

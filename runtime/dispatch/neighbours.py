@@ -81,34 +81,34 @@ class _ShapeList:
     __slots__ = ("places", "recent", "shapes")
 
     def __init__(self, shapes: Iterable[_Shape]) -> None:
-        self.shapes = sorted(shapes, key=lambda one: one.problem.sort_key)
-        self.places = [_place(one.problem) for one in self.shapes]
+        self.shapes = sorted(shapes, key=lambda shape: shape.problem.sort_key)
+        self.places = [_place(shape.problem) for shape in self.shapes]
         self.recent: dict[tuple[_Place, float], list[tuple[float, int]]] = {}
 
     def within(self, doublings: float, place: _Place) -> list[tuple[float, int]]:
         """(the least distance that any M gives, index) of the shapes whose E is so near, nearest first."""
-        found = self.recent.get((place, doublings))
-        if found is None:
+        nearest = self.recent.get((place, doublings))
+        if nearest is None:
             E, N, K = place
             first = bisect.bisect_left(self.places, (E - doublings,))
             last = bisect.bisect_right(self.places, (E + doublings, math.inf))
             limit, at_E, at_size = cost.EXPERTS * doublings * doublings, cost.EXPERTS, cost.SIZE
             side = math.sqrt(limit / at_size)  # further no N or K is
             low_N, high_N, low_K, high_K = N - side, N + side, K - side, K + side
-            every = [
+            candidates = [
                 (at_E * (e - E) * (e - E) + at_size * ((n - N) * (n - N) + (k - K) * (k - K)), at)
                 for at, (e, n, k) in enumerate(self.places[first:last], first)
                 if low_N <= n <= high_N and low_K <= k <= high_K
             ]
-            found = sorted(one for one in every if one[0] <= limit)[:_SHAPES]
+            nearest = sorted(entry for entry in candidates if entry[0] <= limit)[:_SHAPES]
             if len(self.recent) >= _RECENT:
                 self.recent.clear()
-            self.recent[place, doublings] = found
-        return found
+            self.recent[place, doublings] = nearest
+        return nearest
 
 
 class Neighbourhood:
-    """What the bundles of a view have measured, for the problems that they lack on one GPU."""
+    """The measured cells of a view's bundles, for the problems that they lack on a GPU."""
 
     def __init__(self, snapshot: Snapshot, local: LocalGpu, view: View) -> None:
         """Reads which problems there are, and no times.
@@ -137,21 +137,21 @@ class Neighbourhood:
             with _checked(snapshot, usable):
                 names = bundle.problems()
             for name in names:
-                one = name.canonical
-                there = shapes.setdefault(_kind(one, has_aligned_rows(one)), {})
-                sizes = one.E, one.N, one.K
+                problem = name.canonical
+                there = shapes.setdefault(_kind(problem, has_aligned_rows(problem)), {})
+                sizes = problem.E, problem.N, problem.K
                 if sizes not in there:
-                    there[sizes] = _Shape(one)
+                    there[sizes] = _Shape(problem)
                 there[sizes].names.append((usable, name))
         order = {kind: (not gpu.is_like(local.gpu), gpus_apart(gpu, local.gpu), kind) for kind, gpu in gpus.items()}
         self._gpus = tuple(sorted(gpus.values(), key=lambda gpu: order[_gpu_kind(gpu)]))
         self._families = {kind: _ShapeList(some.values()) for kind, some in shapes.items()}
 
     def without(self, sizes: Container[_Sizes]) -> Neighbourhood:
-        """What is left without problems of these E, N and K: to judge what is chosen for them."""
+        """The neighbourhood without problems of these E, N and K: to judge what is chosen for them."""
         rest = copy.copy(self)
         rest._families = {
-            kind: _ShapeList(one for one in family.shapes if _sizes(one.problem) not in sizes)
+            kind: _ShapeList(shape for shape in family.shapes if _sizes(shape.problem) not in sizes)
             for kind, family in self._families.items()
         }
         return rest
@@ -169,8 +169,8 @@ class Neighbourhood:
         if family is None:
             return None
         for gpu in self._gpus:
-            found = self._nearest(family, _place(wanted), math.log2(bucket), _gpu_kind(gpu))
-            near = self._near(found, gpu) if found else None
+            cells = self._nearest(family, _place(wanted), math.log2(bucket), _gpu_kind(gpu))
+            near = self._near(cells, gpu) if cells else None
             if near is not None:
                 return near
         return None
@@ -193,7 +193,7 @@ class Neighbourhood:
                 apart = cost.SIZE * ((e - E) * (e - E) + (n - N) * (n - N) + (k - K) * (k - K))
                 middle = round(M + cost.NEAREST_M * (e - E))
                 near = [log2 for log2 in range(middle - _BESIDE, middle + _BESIDE + 1) if log2 in cells]
-                for log2 in near or [min(cells, key=lambda one: (abs(one - middle), one))]:
+                for log2 in near or [min(cells, key=lambda other: (abs(other - middle), other))]:
                     rows = log2 - M
                     each = rows - e + E
                     distance = apart + cost.ROWS * rows * rows + cost.EXPERT_ROWS * each * each
@@ -210,16 +210,16 @@ class Neighbourhood:
 
     def _read(self, shape: _Shape) -> dict[_GpuKind, dict[int, _Cell]]:
         """The measured cells of a shape, read once: of two bundles with one cell the first's."""
-        found: dict[_GpuKind, dict[int, _Cell]] = {}
+        by_gpu: dict[_GpuKind, dict[int, _Cell]] = {}
         for usable, name in reversed(shape.names):
             with _checked(self._snapshot, usable):
                 timed = usable.bundle.timed(name)
             for number, gpu in enumerate(usable.bundle.gpus):
                 cells = {row[0]: (usable, row) for row in timed if row[6] == number}
                 if cells:
-                    found.setdefault(_gpu_kind(gpu), {}).update(cells)
-        shape.cells = found
-        return found
+                    by_gpu.setdefault(_gpu_kind(gpu), {}).update(cells)
+        shape.cells = by_gpu
+        return by_gpu
 
     def numbered(self, variant: Variant) -> tuple[int, Config]:
         """A number for all variants of one config, in whatever bundle, and the config; ValueError as from_pairs has it.
@@ -236,44 +236,46 @@ class Neighbourhood:
             self._numbers[usable.order, variant] = number
         return number
 
-    def _near(self, found: list[_Found], gpu: Gpu) -> Near | None:
+    def _near(self, cells: list[_Found], gpu: Gpu) -> Near | None:
         kind, evidence = _gpu_kind(gpu), []
-        for distance, _, log2, shape in found:
-            known = shape.ratios.get((kind, log2))
-            if known is None:
-                known = shape.ratios[kind, log2] = self._ratios(shape, log2, gpu)
-            if known:
-                evidence.append(Evidence(distance, known))
+        for distance, _, log2, shape in cells:
+            shape_ratios = shape.ratios.get((kind, log2))
+            if shape_ratios is None:
+                shape_ratios = shape.ratios[kind, log2] = self._ratios(shape, log2, gpu)
+            if shape_ratios:
+                evidence.append(Evidence(distance, shape_ratios))
         if not evidence:
             return None
         ratios = cost.ratios(evidence)
-        return Near(ratios.of, ratios.others, len({id(shape) for *_, shape in found}), found[0][3].problem, gpu)
+        return Near(ratios.of, ratios.others, len({id(shape) for *_, shape in cells}), cells[0][3].problem, gpu)
 
     def _ratios(self, shape: _Shape, log2: int, gpu: Gpu) -> list[tuple[int, float]]:
         """The ratios of the variants that a cell names; none where this version knows none of their configs."""
         assert shape.cells is not None
         usable, row = shape.cells[_gpu_kind(gpu)][log2]
         timed = Timed(*row)
-        one, chip = shape.problem, chips.chip_of(gpu, self._local.sm)
+        problem, chip = shape.problem, chips.chip_of(gpu, self._local.sm)
         named = [(timed.variant, timed.time_ns)]
         if timed.runner_up is not None and timed.runner_up_ns is not None:
             named.append((timed.runner_up, timed.runner_up_ns))
-        found = []
+        ratios = []
         for variant, ns in named:
             config = config_of(self._snapshot.variant(usable.bundle, variant).config)
             if config is not None:
-                tiles_us = cost.tiles_us(one.op, one.dtype, (one.E, one.N, one.K, 1 << log2), config, chip)
-                found.append((self._number(usable, variant), math.log(ns * 1e-3 / tiles_us)))
-        return found
+                tiles_us = cost.tiles_us(
+                    problem.op, problem.dtype, (problem.E, problem.N, problem.K, 1 << log2), config, chip
+                )
+                ratios.append((self._number(usable, variant), math.log(ns * 1e-3 / tiles_us)))
+        return ratios
 
 
 def neighbourhood(snapshot: Snapshot, local: LocalGpu, view: View) -> Neighbourhood:
-    """That of a view, made when it is first asked for and kept by the snapshot; Rejected as it says."""
+    """The neighbourhood of a view, made at first use and cached by the snapshot. Raises Rejected as it does."""
     key = ("neighbours", id(view), local)
-    known: Neighbourhood | None = snapshot.rankers.get(key)
-    if known is None:
-        known = snapshot.rankers[key] = Neighbourhood(snapshot, local, view)
-    return known
+    cached: Neighbourhood | None = snapshot.rankers.get(key)
+    if cached is None:
+        cached = snapshot.rankers[key] = Neighbourhood(snapshot, local, view)
+    return cached
 
 
 def blended(
@@ -292,18 +294,18 @@ def blended(
     sizes = (wanted.E, wanted.N, wanted.K, bucket)
     won = [us for us, at in estimates if variants[at][0] in near.won]
     least = min(won or (us for us, _ in estimates), default=0.0)
-    found: list[tuple[float, int]] = []
+    winners: list[tuple[float, int]] = []
     others: list[tuple[float, int]] = []
     for us, at in estimates:
         number, config = variants[at]
         ratio = near.won.get(number)
         expected_us = cost.tiles_us(wanted.op, wanted.dtype, sizes, config, chip)
         expected_us *= math.exp(near.others if ratio is None else ratio) * (us / least) ** cost.MODEL_SHARE
-        (others if ratio is None else found).append((expected_us, at))
-    if found:  # what won nowhere is no better
-        best_us = min(found)[0]
+        (others if ratio is None else winners).append((expected_us, at))
+    if winners:  # what won nowhere is no better
+        best_us = min(winners)[0]
         others = [(max(us, best_us * _NO_BETTER), at) for us, at in others]
-    return sorted(found + others)
+    return sorted(winners + others)
 
 
 def _kind(problem: Problem, aligned: bool) -> _Kind:

@@ -28,11 +28,11 @@ class Preference(NamedTuple):
 
     @property
     def config(self) -> Config | None:
-        """That of the plain form."""
+        """The config of the plain form."""
         return self.of(Fusion.NONE)
 
     def of(self, fusion: Fusion) -> Config | None:
-        """That of one form's code."""
+        """The config of the form with this fusion."""
         return dict(self.configs).get(fusion)
 
 
@@ -40,14 +40,14 @@ NOTHING = Preference()
 
 
 class KernelPair(NamedTuple):
-    """What to run the first and the second GEMM of a layer with, for one op: ``is_first_gemm`` picks."""
+    """The configs to run the first and the second GEMM of a layer with, for one op: ``is_first_gemm`` picks."""
 
     op: Op
     first: Preference = NOTHING
     second: Preference = NOTHING
 
     def of(self, *, is_first_gemm: bool) -> Preference:
-        """That of one of the two."""
+        """The preference of the first or the second GEMM."""
         return self.first if is_first_gemm else self.second
 
 
@@ -60,7 +60,7 @@ _OPS = {"kernel_config_fwd": Op.FORWARD, "kernel_config_bwd_dX": Op.DX, "kernel_
 
 
 def check_pin(name: str, pin: object, *, is_first_gemm: bool = True) -> Pin | None:
-    """``pin`` if it can name a variant; of a pair, that of the GEMM.
+    """Return ``pin`` if it can name a variant, or of a pair the GEMM's preference.
 
     Raises
     ------
@@ -92,22 +92,22 @@ def preferred(
     config = pin.of(problem.fusion)
     while config is not None:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
-            there = {one for one, *_ in _configs(snapshot, problem, local, aligned)}
+            there = {candidate for candidate, *_ in _configs(snapshot, problem, local, aligned)}
             return config if config in there else None
     return None
 
 
 def nearest(
-    snapshot: Snapshot, wish: Mapping[str, int], problem: Problem, local: LocalGpu, *, aligned: bool
+    snapshot: Snapshot, knobs: Mapping[str, int], problem: Problem, local: LocalGpu, *, aligned: bool
 ) -> Config | None:
-    """The config that comes nearest to a wish, of those that usable bundles have for a form of call; None without any.
+    """The config nearest to the preferred knobs, of those in usable bundles for a form of call; None without any.
 
-    ``wish`` has values of some of a config's knobs by name; the others may be anything.
+    ``knobs`` has values of some of a config's knobs by name; the others may be anything.
     """
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
-            there = sorted({one for one, *_ in _configs(snapshot, problem, local, aligned)})
-            return min(there, key=lambda one: _distance(one, wish), default=None)
+            there = sorted({candidate for candidate, *_ in _configs(snapshot, problem, local, aligned)})
+            return min(there, key=lambda candidate: _distance(candidate, knobs), default=None)
 
 
 def find(
@@ -119,7 +119,7 @@ def find(
     there = list(_configs(snapshot, problem, local, aligned))
     if isinstance(pin, Choice):
         for usable in snapshot.view(local, installed=True).usable:
-            runs_here = any(one is usable and index == pin.variant for _config, one, index in there)
+            runs_here = any(other is usable and index == pin.variant for _config, other, index in there)
             if runs_here and pin in snapshot.find(usable.bundle, problem):
                 return usable, pin.variant
         raise InputError(
@@ -159,12 +159,12 @@ def _listed(there: list[tuple[Config, Usable, int]], near: Config | None) -> str
     return f"the nearest of {len(configs)}: {'; '.join(map(str, configs[:_SHOWN]))}"
 
 
-def _distance(one: Config, wish: Mapping[str, int]) -> float:
-    """How many doublings a config lies from a wish; a knob that is no number counts as one where it differs."""
+def _distance(config: Config, knobs: Mapping[str, int]) -> float:
+    """The doublings from a config to preferred knobs; a knob that is no number counts as one if it differs."""
     from ...kernels.contract.config import RANGES
 
     apart = (
-        abs(math.log2(getattr(one, name) / wanted)) if name in RANGES else float(getattr(one, name) != wanted)
-        for name, wanted in wish.items()
+        abs(math.log2(getattr(config, name) / wanted)) if name in RANGES else float(getattr(config, name) != wanted)
+        for name, wanted in knobs.items()
     )
     return math.fsum(apart)

@@ -1,4 +1,4 @@
-"""Where bundles are looked for, in which order, and what lies there."""
+"""The bundle search path: its places, their order, and the bundle files in them."""
 
 from __future__ import annotations
 
@@ -96,19 +96,19 @@ class Place(NamedTuple):
 
         held = sorted(name for name in os.listdir(compressed) if name.endswith(f"{SUFFIX}.xz"))  # noqa: PTH208
         copies = [self.path / name.removesuffix(".xz") for name in held]
-        found = [
+        paths = [
             copy if is_copy(str(copy), str(compressed / name)) else compressed / name
             for copy, name in zip(copies, held, strict=True)
         ]
-        stale = [copy.name for copy in copies if copy in unpacked and copy not in found]
-        other = [one.name for one in unpacked if one not in copies]
+        stale = [copy.name for copy in copies if copy in unpacked and copy not in paths]
+        other = [path.name for path in unpacked if path not in copies]
         for names, why in (
             (stale, f"not what this clone holds: {compressed} is read, which takes longer. Run: {REINSTALL}"),
             (other, f"not used: this clone holds no such bundle in {compressed}"),
         ):
             if names:
                 _log.warning("pretuned: %s in %s: %s", *map(printable, (", ".join(names), str(self.path), why)))
-        return found
+        return paths
 
     def unlisted(self) -> str:
         """Why a directory that is there can't be listed; "" where it can, or is none."""
@@ -139,25 +139,25 @@ def _is_shown(name: str) -> bool:
 
 def places(settings: Settings, system: Path = SYSTEM_DIRECTORY) -> tuple[Place, ...]:
     """Every place but the installed packages, whose scan costs milliseconds."""
-    found = [Place(Kind.NAMED, path) for path in settings.bundles]
+    named = [Place(Kind.NAMED, path) for path in settings.bundles]
     if settings.overlay is not None:
-        found.append(Place(Kind.OVERLAY, settings.overlay))
-    return (*found, Place(Kind.SYSTEM, system))
+        named.append(Place(Kind.OVERLAY, settings.overlay))
+    return (*named, Place(Kind.SYSTEM, system))
 
 
 def scan(asked: Iterable[Place], without: Path | None, keys: Keys | None) -> tuple[Found, ...]:
     """Every bundle file of these places, but for ``without``, opened; signed by one of ``keys``, where it must be."""
-    found: list[Found] = []
+    opened: list[Found] = []
     for place in asked:
         wanted = None if place.is_ours() else keys
         with _undisturbed(place):
             files = [path for path in place.files() if without is None or not _same(path, without)]
-            found += [_open(place, path, wanted) for path in files]
-    return tuple(found)
+            opened += [_open(place, path, wanted) for path in files]
+    return tuple(opened)
 
 
 def candidates_name(*sms: int) -> str:
-    """What the file of the candidates for a capability, or for several, is called."""
+    """The name of the file with the candidates for a capability, or for several."""
     from ...artifacts.files.packed import SUFFIX as PACKED  # here, as a process without a GPU asks for none
 
     return f"candidates{''.join(f'-sm{sm}' for sm in sms)}{PACKED}"
@@ -190,7 +190,7 @@ def candidates(asked: Iterable[Place], sm: int, keys: Keys | None) -> Iterator[F
     Each is unpacked into memory as it is asked for: 16 to 51 MB, 0.1 to 0.4 s.
     """
     places = tuple(asked)
-    for able in (one for one in reversed(supported()) if arch_of(one).runs_on(sm)):
+    for able in (capability for capability in reversed(supported()) if arch_of(capability).runs_on(sm)):
         for place in places:
             path = candidates_file(place.path, able)
             if path is not None:
@@ -263,20 +263,20 @@ def installed_places() -> tuple[Place, ...]:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a module's parent is imported, and may raise anything, or call sys.exit
-            told = map(printable, (point.name, point.value, _words(error)))
-            _log.warning("pretuned: entry point %s = %s can't be found: %s", *told)
+            details = map(printable, (point.name, point.value, _words(error)))
+            _log.warning("pretuned: entry point %s = %s can't be found: %s", *details)
             continue
         directories.update(dict.fromkeys(_directories(spec)))
     return tuple(Place(Kind.INSTALLED, directory) for directory in directories)
 
 
 def _entry_points() -> Iterator[EntryPoint]:
-    """As ``importlib.metadata.entry_points(group=...)`` of what lies unpacked on sys.path, in a fraction of its time.
+    """The entry points of packages that are unpacked on sys.path, in a fraction of ``importlib.metadata``'s time.
 
-    (It makes an object of every package, and parses the entry points of each.)
+    (``entry_points(group=...)`` makes an object of every package, and parses the entry points of each.)
     """
     word = ENTRY_POINTS.encode()
-    for folder in dict.fromkeys(one for one in sys.path if isinstance(one, str)):  # of others nothing is imported
+    for folder in dict.fromkeys(entry for entry in sys.path if isinstance(entry, str)):  # of others nothing is imported
         try:
             names = os.listdir(folder or os.curdir)  # noqa: PTH208 - hundreds of names, each asked one thing
         except (OSError, ValueError):  # an archive, or not there, or no path
@@ -289,8 +289,8 @@ def _entry_points() -> Iterator[EntryPoint]:
                         continue
                     points = [*Distribution.at(package).entry_points.select(group=ENTRY_POINTS)]
                 except Exception as error:  # importlib has many words for text that is none
-                    told = printable(package), printable(_words(error))
-                    _log.warning("pretuned: the entry points of %s can't be read: %s", *told)
+                    details = printable(package), printable(_words(error))
+                    _log.warning("pretuned: the entry points of %s can't be read: %s", *details)
                     continue
                 if len(points) > _MAX_ENTRY_POINTS:
                     text = "pretuned: %s has %d entry points %s: the first %d are asked"
@@ -299,7 +299,7 @@ def _entry_points() -> Iterator[EntryPoint]:
 
 
 def _words(error: BaseException) -> str:
-    """What an error says, or what it is: its own code makes its words, and that may raise anything, too."""
+    """An error's text, or else its type: the error's own code makes its text, and that may raise anything, too."""
     try:
         return str(error) or type(error).__name__
     except KeyboardInterrupt:
@@ -309,10 +309,10 @@ def _words(error: BaseException) -> str:
 
 
 def _module(point: EntryPoint) -> str:
-    found = point.pattern.match(point.value)
-    if found is None:
+    match = point.pattern.match(point.value)
+    if match is None:
         raise ValueError("that names no module")
-    return str(found["module"])
+    return str(match["module"])
 
 
 def _holds(path: str, word: bytes) -> bool:

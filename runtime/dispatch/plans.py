@@ -1,4 +1,4 @@
-"""What runs a call in place of its choice's own variant: a line of the plan that the bundle has for the cell.
+"""Finds the variant that runs a call in place of its choice's own: a line of the plan that a bundle has for the cell.
 
 The bundle's builder decided it (``kernels/plans.py`` has the rule), so no times are compared here. Only quantised
 weights that no bundle has a choice for are decided now, by the cost model. A plan's variant that can't run here, or a
@@ -131,12 +131,12 @@ def of_codes(
     """
     if lacks_for_codes(snapshot, problem, local, RowOp.ORDER_CODES) is not None:
         return None
-    found = quantised_x(snapshot, problem, other, M, local, top_k=top_k)
-    while found is None:  # each turn drops a bundle
+    planned = quantised_x(snapshot, problem, other, M, local, top_k=top_k)
+    while planned is None:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
             coded = settle(snapshot, problem, bucket_of(M), local, True, False)
             return Planned(coded.chosen.usable, coded.chosen.index) if isinstance(coded, Decision) else None
-    return found
+    return planned
 
 
 def own(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: bool) -> Candidate | None:
@@ -163,15 +163,15 @@ def can_gather(snapshot: Snapshot, problem: Problem, local: LocalGpu, top_k: int
 
 
 def lacks_for_codes(snapshot: Snapshot, problem: Problem, local: LocalGpu, op: RowOp | None = None) -> str | None:
-    """What is missing here for the product that quantises x, in words; None if nothing is.
+    """The reason why no product here quantises x, in words; None if one does.
 
     ``op`` is the row kernel that makes its codes, None for the one that quantises.
     """
-    known = ARCHS.get(local.sm)
-    if known is not None and not has_code(problem.op, problem.dtype, local.sm, problem.layout):
-        if not known.has(Feature.FP8):
-            return f"x stays bf16: {known} has no products of e4m3, so w becomes bf16"
-        return f"x stays bf16: no kernel for {known} multiplies codes by codes of such w"
+    target = ARCHS.get(local.sm)
+    if target is not None and not has_code(problem.op, problem.dtype, local.sm, problem.layout):
+        if not target.has(Feature.FP8):
+            return f"x stays bf16: {target} has no products of e4m3, so w becomes bf16"
+        return f"x stays bf16: no kernel for {target} multiplies codes by codes of such w"
     if not takes_codes_of_x(problem.dtype, problem.layout):
         served = snapshot.serves(problem, local)
         return None if served else "x stays bf16: no bundle has the GEMM with quantised x"

@@ -126,10 +126,10 @@ def chosen(
 
     With ``persistent`` none has a program for each tile.
     """
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     seen: set[tuple[int, int]] = set()  # a variant counts once, by its best claim
     for claim in _claims(snapshot, problem, local, view).ranked(bucket, near=is_invariant(snapshot, problem)):
-        if len(found) == most:
+        if len(candidates) == most:
             break
         usable, choice, index = claim.usable, claim.choice, claim.variant
         if (usable.order, index) in seen:
@@ -145,7 +145,7 @@ def chosen(
             here = claim.origin is Origin.THIS_GPU and match is Match.EXACT and index == choice.variant
             may = here and aligned and torch_runs(problem, local.sm) and snapshot.invariance is None
             torch_ns = choice.torch_ns if may else None
-            found.append(
+            candidates.append(
                 Candidate(
                     usable,
                     index,
@@ -160,7 +160,7 @@ def chosen(
                     plan=choice.plan if match is Match.EXACT else (),
                 )
             )
-    return found
+    return candidates
 
 
 def is_invariant(snapshot: Snapshot, problem: Problem) -> bool:
@@ -187,14 +187,14 @@ def order_of(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> Order | N
     key = ("order", id(view), asked, local)
     if key not in snapshot.rankers:
         forms = (Fusion.NONE, Fusion.GATHER) if low else (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
-        every = {form | low: _orders(snapshot, problem._replace(fusion=form | low, top_k=0), local) for form in forms}
-        first = min((order for orders in every.values() for order in orders), key=_preference, default=None)
-        own = every[code]
+        by_form = {form | low: _orders(snapshot, problem._replace(fusion=form | low, top_k=0), local) for form in forms}
+        first = min((order for orders in by_form.values() for order in orders), key=_preference, default=None)
+        own = by_form[code]
         if first not in own:
             own |= _orders(snapshot, asked, local, reserve=True) & {first}
         snapshot.rankers[key] = view, min(own, key=_preference, default=None)
-    found: Order | None = snapshot.rankers[key][1]
-    return found
+    order: Order | None = snapshot.rankers[key][1]
+    return order
 
 
 def _preference(order: Order) -> tuple[object, ...]:
@@ -202,7 +202,7 @@ def _preference(order: Order) -> tuple[object, ...]:
 
 
 def _orders(snapshot: Snapshot, problem: Problem, local: LocalGpu, *, reserve: bool = False) -> set[Order]:
-    """Those of the variants that can run a problem on aligned tensors: the bundles', or the candidates'."""
+    """The orders of the variants that can run a problem on aligned tensors: the bundles', or the candidates'."""
     return {
         summed(usable, variant, problem)
         for usable in (snapshot.reserve(local).usable if reserve else snapshot.having(problem, local))
@@ -212,7 +212,7 @@ def _orders(snapshot: Snapshot, problem: Problem, local: LocalGpu, *, reserve: b
 
 
 def summed(usable: Usable, variant: Variant, problem: Problem) -> Order:
-    """In which order a variant that can run a problem sums."""
+    """The order in which a variant that can run a problem sums K."""
     config = Config.from_pairs(variant.config)
     spec = Spec(variant.op, variant.dtype, config, variant.layout, variant.fusion, variant.alignment)  # type: ignore[arg-type]
     return registry.order_of(spec, usable.bundle.target.sm, gemm_of(problem).reduction)
@@ -242,7 +242,7 @@ def torch_runs(problem: Problem, sm: int) -> bool:
 
 
 class _RankedChoice(NamedTuple):
-    """What one choice says of its variant, or of its runner-up."""
+    """A choice's claim for its variant, or for its runner-up."""
 
     origin: Origin
     usable: Usable
@@ -267,12 +267,12 @@ class _RankedChoices(NamedTuple):
             # Of two equally near buckets the larger: its tiles lose less on few rows than small ones on many.
             return origin >= Origin.COMPATIBLE, steps if steps > _NEAR else 0, origin, steps, -other
 
-        places = ((origin, one) for origin, by_bucket in self.by_origin.items() for one in by_bucket)
-        for origin, one in sorted(places, key=rank):
-            if near and abs(one.bit_length() - bucket.bit_length()) > _NEAR:
+        places = ((origin, other) for origin, by_bucket in self.by_origin.items() for other in by_bucket)
+        for origin, other in sorted(places, key=rank):
+            if near and abs(other.bit_length() - bucket.bit_length()) > _NEAR:
                 continue
-            for claim in self.by_origin[origin][one]:
-                own = one == bucket and origin is not Origin.MODELLED
+            for claim in self.by_origin[origin][other]:
+                own = other == bucket and origin is not Origin.MODELLED
                 if own or not claim.usable.bundle.producer.held_against:
                     yield claim
 
@@ -280,28 +280,28 @@ class _RankedChoices(NamedTuple):
 def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -> _RankedChoices:
     """The claims of the bundles' choices, kept by the snapshot."""
     key = (id(view), problem, local)
-    known: _RankedChoices | None = snapshot.rankers.get(key)
-    if known is None:
+    cached: _RankedChoices | None = snapshot.rankers.get(key)
+    if cached is None:
         by_origin: dict[Origin, dict[int, list[_RankedChoice]]] = {}
         for usable in view.usable:
             choices = snapshot.find(usable.bundle, problem)
             if not choices:  # as of most new shapes: skip what is about GPUs
                 continue
-            apart = [gpus_apart(one, local.gpu) for one in usable.bundle.gpus]
-            here = {gpu for gpu, one in enumerate(usable.bundle.gpus) if one.is_like(local.gpu)}
+            apart = [gpus_apart(gpu, local.gpu) for gpu in usable.bundle.gpus]
+            here = {number for number, gpu in enumerate(usable.bundle.gpus) if gpu.is_like(local.gpu)}
             native = usable.bundle.target.sm == local.sm
             for choice in choices:
                 origin = _origin(choice, here, native, usable)
                 far = apart[choice.gpu] if origin is Origin.THIS_CAPABILITY and choice.gpu is not None else 0.0
                 there = by_origin.setdefault(origin, {}).setdefault(choice.bucket, [])
-                # A choice comes before its runner-up, whose time may be less: the builder told such a lead from noise.
+                # A choice comes before its runner-up, whose time may be less: the builder knows such a lead from noise.
                 there.append(_RankedChoice(origin, usable, choice, choice.variant, choice.time_ns, far))
                 if choice.runner_up is not None:
                     there.append(_RankedChoice(origin, usable, choice, choice.runner_up, choice.runner_up_ns or 0, far))
         for claims in by_origin.get(Origin.THIS_CAPABILITY, {}).values():
-            claims.sort(key=lambda one: one.apart)  # else they stay as they are: by their bundles, and by GPUs
-        known = snapshot.rankers[key] = _RankedChoices(view, by_origin)
-    return known
+            claims.sort(key=lambda claim: claim.apart)  # else they stay as they are: by their bundles, and by GPUs
+        cached = snapshot.rankers[key] = _RankedChoices(view, by_origin)
+    return cached
 
 
 def modelled(
@@ -315,7 +315,7 @@ def modelled(
     most: int | None = None,
     persistent: bool = False,
 ) -> list[Candidate]:
-    """What the cost model says of every variant that fits, whatever it was chosen for; the best ``most`` of them.
+    """The candidates by the cost model: every variant that fits, whatever it was chosen for; the best ``most`` of them.
 
     With ``persistent`` none has a program for each tile.
     """
@@ -328,22 +328,24 @@ def modelled(
     around = measured.near(problem, bucket, aligned=aligned)
     able = [
         at
-        for at, (usable, _, one) in enumerate(fitting)
-        if in_order(snapshot, usable, one, problem, local) and not (persistent and by_tile(one))
+        for at, (usable, _, variant) in enumerate(fitting)
+        if in_order(snapshot, usable, variant, problem, local) and not (persistent and by_tile(variant))
     ]
     numbers = _numbers(snapshot, fitting, measured) if around is not None else {}
     some = [at for at in able if numbers[at][0] in around.won and _is_able(fitting[at][2], problem)] if around else []
     if not some or most is None:  # to estimate the others takes longer than all the rest
         some = [at for at in able if _is_able(fitting[at][2], problem)]
-    estimates = [one for one in ranker.estimates(problem.canonical, bucket, some) if math.isfinite(one[0])]
+    estimates = [
+        estimate for estimate in ranker.estimates(problem.canonical, bucket, some) if math.isfinite(estimate[0])
+    ]
     if around is not None:
         estimates = blended(around, problem, bucket, chip, estimates, numbers)
-    found = []
+    entries = []
     for time_us, at in estimates:
         usable, index, _ = fitting[at]
         origin = Origin.MODELLED if usable.bundle.target.sm == local.sm else Origin.COMPATIBLE
         origin = Origin.COMPILED if usable.place.kind is Kind.PROCESS else origin
-        found.append((origin, time_us, usable.order, index, at))
+        entries.append((origin, time_us, usable.order, index, at))
     # All variants of one origin compete: the place only breaks ties.
     return [
         Candidate(
@@ -358,18 +360,18 @@ def modelled(
             None,
             around if around is not None and numbers[at][0] in around.won else None,
         )
-        for origin, time_us, _, index, at in sorted(found)[:most]
+        for origin, time_us, _, index, at in sorted(entries)[:most]
     ]
 
 
 def _numbers(snapshot: Snapshot, fitting: _Fitting, measured: Neighbourhood) -> Mapping[int, tuple[int, Config]]:
     """The number and config of each variant of a list that ``_ranked`` keeps."""
     key = ("numbers", id(fitting))
-    known: dict[int, tuple[int, Config]] | None = snapshot.rankers.get(key)
-    if known is None:
-        known = {at: measured.numbered(one) for at, (*_, one) in enumerate(fitting)}
-        snapshot.rankers[key] = known
-    return known
+    cached: dict[int, tuple[int, Config]] | None = snapshot.rankers.get(key)
+    if cached is None:
+        cached = {at: measured.numbered(variant) for at, (*_, variant) in enumerate(fitting)}
+        snapshot.rankers[key] = cached
+    return cached
 
 
 def _is_able(variant: Variant, problem: Problem) -> bool:
@@ -396,8 +398,8 @@ def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: boo
         return f"it takes {variant.max_experts} experts at most"
     if verdicts.is_wrong(variant, local):
         return "its test on this GPU failed, or could not be made in this process"
-    known = arch.ARCHS.get(local.sm)
-    if known is not None and variant.shared_bytes > (most := known.limits.shared_per_block_bytes):
+    target = arch.ARCHS.get(local.sm)
+    if target is not None and variant.shared_bytes > (most := target.limits.shared_per_block_bytes):
         return f"it needs {variant.shared_bytes} bytes of shared memory, sm_{local.sm} has {most}"
     return None
 
@@ -405,25 +407,25 @@ def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: boo
 def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, aligned: bool) -> _Ranked:
     """The variants that can run small problems of this kind, and a ranker of them, kept by the snapshot."""
     key = (id(view), problem.op, problem.dtype, problem.layout, problem.fusion, aligned, local)
-    known: _Ranked | None = snapshot.rankers.get(key)
-    if known is None:
+    cached: _Ranked | None = snapshot.rankers.get(key)
+    if cached is None:
         from ...kernels.cost.resources import Resources
         from ...kernels.cost_model import Ranker  # here, as most calls are answered by a choice of a bundle
         from ...kernels.hardware import chips
 
         kind = problem._replace(E=1, N=_SMALL, K=_SMALL)
-        every = [
+        variants = [
             (usable, index, variant)
             for usable in view.usable
             for index, variant in snapshot.variants(usable.bundle, problem)
             if why_not(variant, kind, local, aligned=aligned) is None and _fits(usable, variant)
         ]
-        fitting = [one for one in every if one[0].speaks_of_others] or every
+        fitting = [entry for entry in variants if entry[0].speaks_of_others] or variants
         resources = [Resources.of(variant) for *_, variant in fitting]
         op, chip = problem.canonical.op, chips.chip_of(local.gpu, local.sm)
-        known = view, fitting, Ranker(resources, op, problem.dtype, chip), chip
-        snapshot.rankers[key] = known
-    return known
+        cached = view, fitting, Ranker(resources, op, problem.dtype, chip), chip
+        snapshot.rankers[key] = cached
+    return cached
 
 
 def _fits(usable: Usable, variant: Variant) -> bool:

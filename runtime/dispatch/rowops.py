@@ -1,4 +1,4 @@
-"""Which kernel of a pass over rows runs here: the ranking, over the bundles of a snapshot."""
+"""Ranks the row kernels of a snapshot's bundles for a GPU."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def ranked(snapshot: Snapshot, op: RowOp, dtype: DType, local: LocalGpu, *, alig
     """
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
-            found: list[tuple[Usable, int, Variant]] = []
+            kernels: list[tuple[Usable, int, Variant]] = []
             for asked in (
                 partial(snapshot.view, installed=False),
                 snapshot.nearer_view,
                 partial(snapshot.view, installed=True),
             ):
-                found = [
+                kernels = [
                     (usable, i, variant)
                     for usable in asked(local).usable
                     for i, variant in snapshot.variants(usable.bundle, RowOpSpec(op, dtype))
                     if _runs(variant, local, aligned)
                 ]
-                found.sort(key=lambda one: _rank(one[0], one[1], one[2], local))
-                if found and _is_current(found[0][0], found[0][2], local):
+                kernels.sort(key=lambda kernel: _rank(kernel[0], kernel[1], kernel[2], local))
+                if kernels and _is_current(kernels[0][0], kernels[0][2], local):
                     break
-            return [(usable, i) for usable, i, _ in found]
+            return [(usable, i) for usable, i, _ in kernels]
 
 
 def _is_current(usable: Usable, variant: Variant, local: LocalGpu) -> bool:
@@ -58,7 +58,7 @@ def _rank(usable: Usable, index: int, variant: Variant, local: LocalGpu) -> tupl
 
 def _runs(variant: Variant, local: LocalGpu, aligned: bool) -> bool:
     first, last = launch_abi.READS_ABI
-    known = arch.ARCHS.get(local.sm)
-    fits = known is None or variant.shared_bytes <= known.limits.shared_per_block_bytes
+    target = arch.ARCHS.get(local.sm)
+    fits = target is None or variant.shared_bytes <= target.limits.shared_per_block_bytes
     could = first <= variant.abi <= last and (aligned or variant.alignment == 1) and fits and not unlaunchable(variant)
     return could and not verdicts.is_wrong(variant, local)

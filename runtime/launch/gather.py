@@ -81,5 +81,5 @@ def step(
         launch(many // top_k + looks, stream, stored)
 
     operands = {"index": index, "used": "bounds", "out": "rows"}
-    names = tuple([operands.get(one, one) for one in launch.operands])
+    names = tuple([operands.get(operand, operand) for operand in launch.operands])
     return Step(run, f"gather rows of {columns} columns, {top_k} of each", names, scales)

@@ -66,7 +66,7 @@ def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int, wher
 
 
 class Fused(NamedTuple):
-    """What a call does beside the product; the kernel's flags say of ``fusion`` what its code leaves open.
+    """The fusions of a call; the kernel's flags say of ``fusion`` what its code leaves open.
 
     ``index_step`` is 2 for an int64 index; x's row of an index is ``index // x_divisor``. ``zero_tail`` sets
     the rows of y that belong to no expert to zero; of y [index_end, N] scattered to, those that no row goes to, by code
@@ -86,7 +86,7 @@ PLAIN = Fused()
 
 
 def without_clearing(fused: Fused, variant: Variant, config: Config) -> Fused:
-    """What is asked, less ``zero_tail`` where code that an index tells where to store can't do it, or is not to."""
+    """A call's fusions, without ``zero_tail`` if a kernel that stores rows by an index can't do it, or is not to."""
     asked = fused.beside if config.schedule.warp_specialized else fused.few
     can = asked and clears(variant.fusion, config)
     return fused._replace(zero_tail=False) if fused.fusion & _INDEXED and not can else fused
@@ -112,8 +112,8 @@ def product_launcher(
     A call takes x, w, stride_x_m, stride_y_m and M, of dW dy, x, stride_dy_m, stride_x_m and M, and what else the
     kernel's entry declares: the index, row_weights, bias and index_end of a fused call, what belongs to codes, low_x
     and low_w of a low-rank part of ``R`` columns. Where the code can't do ``fused.zero_tail`` it is left to the caller:
-    ``zeroes`` of the launcher tells. ``w_rows`` are fewer than ``N`` where y's rows are filled up to whole 16 bytes, of
-    code that reads w [E, N, K] through a descriptor: those columns are zeros.
+    ``zeroes`` of the launcher says so. ``w_rows`` are fewer than ``N`` where y's rows are filled up to whole 16 bytes,
+    of code that reads w [E, N, K] through a descriptor: those columns are zeros.
 
     Raises
     ------
@@ -130,7 +130,7 @@ def product_launcher(
     columns = N if not backward or transposed(Op.DW, config) else K
     if wrong := too_large(spec.op, columns, K, config):
         raise InputError(f"{variant.entry}: {wrong}")
-    if w_rows is not None and (kn or all(one.argument != "w" for one in variant.tensor_maps)):
+    if w_rows is not None and (kn or all(tensor_map.argument != "w" for tensor_map in variant.tensor_maps)):
         raise AssertionError("fewer rows of w by code that would read past them")
     fused = without_clearing(fused, variant, config)
     apart, row = strides or (N * K, N if kn and not backward else K)
@@ -165,7 +165,7 @@ def product_launcher(
 
 
 def words_of(w: ExpertWeights, launcher: ProductLauncher) -> dict[str, int]:
-    """What a call takes of quantised weights, for a kernel that reads them."""
+    """The arguments of quantised weights, for a kernel that reads them."""
     scale = w.plain_scale if launcher.plain_scales else w.kernel_scale
     return {
         "w": address_of(w.codes),
@@ -187,8 +187,8 @@ def _grid_of_rows(kernel: LoadedKernel, config: Config, columns: int, E: int, fu
         if clearers:
             tiles += -(-index_end // CLEARER_ROWS)
         if tiles > most_tiles:
-            made = f"M={M} rows and {columns} columns make {tiles} tiles"
-            raise InputError(f"{made} of {config}, the most is {most_tiles}: split the batch")
+            work = f"M={M} rows and {columns} columns make {tiles} tiles"
+            raise InputError(f"{work} of {config}, the most is {most_tiles}: split the batch")
         if M > _MOST_ROWS:
             raise InputError(f"M={M}, the most rows of {config} is 2^30: split the batch")
         return tiles if tiles < most else most

@@ -107,12 +107,12 @@ def standing(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) 
         return f"tested on {gpu.name}"
     if settings().disable_self_test:
         return "never run on this capability, and PRETUNED_DISABLE_SELF_TEST=1 lets it run untested"
-    found = verdicts.known(variant, local) if local.gpu.name else None
-    if found is None:
+    result = verdicts.known(variant, local) if local.gpu.name else None
+    if result is None:
         return "never run on this capability: tested before its first use, outside a graph capture"
-    if found.right:
-        return f"passed its self-test on this GPU on {found.day}"
-    return f"failed its self-test on this GPU on {found.day}: {found.why}"
+    if result.right:
+        return f"passed its self-test on this GPU on {result.day}"
+    return f"failed its self-test on this GPU on {result.day}: {result.why}"
 
 
 def stands(bundle: BundleFile, index: int, kernel: LoadedKernel, local: LocalGpu) -> bool | None:
@@ -134,17 +134,17 @@ def stands(bundle: BundleFile, index: int, kernel: LoadedKernel, local: LocalGpu
     if settings().disable_self_test:
         return True
     if judged_on(bundle, index, variant, local) is None:
-        found = verdicts.known(variant, local)
-        if found is None:
+        result = verdicts.known(variant, local)
+        if result is None:
             if capturing():
                 return None
             from .proof import proven  # here, as most code was tested before it was shipped
 
             with lock("proving"):
-                found = verdicts.known(variant, local)
-                if found is None and not verdicts.is_wrong(variant, local):
-                    found = proven(bundle, kernel, local)
-        if found is None or not found.right:
+                result = verdicts.known(variant, local)
+                if result is None and not verdicts.is_wrong(variant, local):
+                    result = proven(bundle, kernel, local)
+        if result is None or not result.right:
             return False
     there.trusted.add(key)
     return True
@@ -197,7 +197,7 @@ def _load(bundle: BundleFile, index: int, variant: Variant, device: int, sm_coun
 
 def loaded_count() -> int:
     """How many cubins this process has loaded, over all devices."""
-    return sum(len(one.kernels) for one in devices.values())
+    return sum(len(device.kernels) for device in devices.values())
 
 
 def pinned_kernel(pin: Pin, problem: Problem, device: int, *, aligned: bool) -> LoadedKernel | None:

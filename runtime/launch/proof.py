@@ -70,8 +70,8 @@ def proven(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> ve
             first_line(error),
         )
         return None
-    found = verdicts.verdict(wrong is None, wrong or "")
-    verdicts.note(kernel.variant, local, found)
+    result = verdicts.verdict(wrong is None, wrong or "")
+    verdicts.note(kernel.variant, local, result)
     if wrong is None:
         _log.info(
             "pretuned: %s passed its self-test on %s, in %.1f ms",
@@ -79,11 +79,11 @@ def proven(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> ve
             local.gpu.name,
             (time.perf_counter() - began) * 1e3,
         )
-        return found
+        return result
     _log.error("%s", complaint(bundle.path, kernel.variant, local, wrong))
     if broken is not None:
         raise CudaError(f"{broken}. It is left out from now on: start this process anew") from broken
-    return found
+    return result
 
 
 def complaint(path: str, variant: Variant, local: LocalGpu, why: str) -> str:
@@ -105,7 +105,7 @@ def _named(variant: Variant) -> str:
 
 
 def tried(kernel: gemm.LoadedKernel) -> str | None:
-    """What the variant gets wrong in a trial on its GPU, in words; None where it is right.
+    """Test the variant on its GPU; return its fault in words, None if it is right.
 
     It runs in a thread of its own, which has none of the caller's modes: autocast, gradients, a trace, another stream.
 
@@ -118,7 +118,7 @@ def tried(kernel: gemm.LoadedKernel) -> str | None:
     Exception
         any other: the trial could not be made, and says nothing about the code.
     """
-    found: list[str | BaseException | None] = []
+    outcome: list[str | BaseException | None] = []
 
     def work() -> None:
         try:
@@ -127,16 +127,16 @@ def tried(kernel: gemm.LoadedKernel) -> str | None:
                     here.wait()
                 except Exception as error:  # not this code's doing
                     raise cuda.Unusable(f"the GPU can't be used: {first_line(error)}") from error
-                found.append(_tried(kernel, here))
+                outcome.append(_tried(kernel, here))
         except BaseException as error:
-            found.append(error)
+            outcome.append(error)
 
     thread = threading.Thread(target=work, name="pretuned-proof", daemon=True)
     thread.start()
     thread.join()
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
 
 
 def _tried(kernel: gemm.LoadedKernel, here: TrialPlace) -> str | None:
@@ -196,7 +196,7 @@ def trial(kernel: gemm.LoadedKernel, here: TrialPlace) -> str | None:
         return _weight(kernel, here)
     on = _operands(variant, here)
     biased = Fusion.BIAS if variant.dtype.quantised and variant.fusion is Fusion.LOW_RANK else Fusion.NONE
-    for form, zero_tail in ((one | biased, zeroes) for one, zeroes in _FORMS[variant.fusion]):
+    for form, zero_tail in ((fusion | biased, zeroes) for fusion, zeroes in _FORMS[variant.fusion]):
         wrong = _rows(kernel, here, on, form, zero_tail)
         if wrong:
             return f"{f'{form.name} ' if form else ''}y{' with zero_tail' if zero_tail else ''}{wrong}"
@@ -253,7 +253,7 @@ def _rows_of_x(draw: Draw, reduction: int) -> torch.Tensor:
 
 
 def _some_nan(x: torch.Tensor) -> torch.Tensor:
-    """The same with a row of NaN among the first, which are those that are gathered."""
+    """x with a row of NaN among its first rows, which are the gathered ones."""
     x[_NAN_TOKEN] = float("nan")
     return x
 
@@ -277,14 +277,14 @@ def _of_codes(variant: Variant, draw: Draw, here: TrialPlace) -> _Operands:
     if of_x is None:
         raise AssertionError(f"{dtype.value} does not quantise x")
     codes, scale = codes_of_rows(x, of_x)
-    known, there = values_of_rows(codes, scale, slice(0, _M)), here.put(codes.view(torch.uint8))
-    return _Operands(columns, reduction, False, there, placed, known, values, here.put(scale))
+    x_values, there = values_of_rows(codes, scale, slice(0, _M)), here.put(codes.view(torch.uint8))
+    return _Operands(columns, reduction, False, there, placed, x_values, values, here.put(scale))
 
 
 def _rows(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, form: Fusion, zero_tail: bool) -> str | None:
     """y of one form of call, and the memory around it."""
     variant, draw, E = kernel.variant, Draw(), len(_COUNTS)
-    gathers, scatters, silu = (one in form for one in (Fusion.GATHER, Fusion.SCATTER, Fusion.SILU))
+    gathers, scatters, silu = (fusion in form for fusion in (Fusion.GATHER, Fusion.SCATTER, Fusion.SILU))
     aligned, dtype = variant.alignment > 1, TORCH[variant.dtype]
     used, wide = sum(_COUNTS), on.columns // 2 if silu else on.columns
     index, weights, bias = draw.order(_M), draw.normal(_M), draw.normal(E, on.columns).to(dtype)
@@ -299,7 +299,7 @@ def _rows(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, form: Fusi
     launch = gemm.product_launcher(kernel, N=on.columns, K=on.reduction, E=E, m_sizes_step=1, fused=fused, R=R)
     words = {"x": on.x.data_ptr(), "stride_y_m": wide + 8, "M": _M}
     keep = [here.put(index), here.put(weights), here.put(bias, aligned=aligned)]
-    at = [one.data_ptr() for one in keep]
+    at = [tensor.data_ptr() for tensor in keep]
     words |= {"index": at[0], "index_end": _M} if indexed else {"index": 0, "index_end": 0}
     words |= {"row_weights": at[1] if Fusion.WEIGHT in form else 0, "bias": at[2] if Fusion.BIAS in form else 0}
     words |= gemm.words_of(on.w, launch) if isinstance(on.w, ExpertWeights) else {"w": on.w.data_ptr()}
@@ -346,7 +346,7 @@ def _weight(kernel: gemm.LoadedKernel, here: TrialPlace) -> str | None:
     N, K = (264, 200) if aligned else (131, 67)
     dy, x = (_rows_of_x(draw, columns).to(dtype) for columns in (N, K))
     memory = full(E * N + 2, K, dtype=dtype)
-    placed, dy_there, x_there = (here.put(one, aligned=aligned) for one in (memory, dy, x))
+    placed, dy_there, x_there = (here.put(tensor, aligned=aligned) for tensor in (memory, dy, x))
     counts = torch.tensor(_COUNTS, dtype=torch.int32, device="cpu")
     m_sizes = here.put(counts)
     launch = gemm.product_launcher(kernel, N=N, K=K, E=E, m_sizes_step=1)

@@ -41,15 +41,15 @@ def launcher(op: RowOp, dtype: DType, device: int, *, aligned: bool) -> RowOpLau
         if the driver refuses the code.
     """
     snapshot = dispatch_snapshot.snapshot()
-    known: dict[tuple[RowOp, DType, bool, int], RowOpLauncher | None] = snapshot.passes
+    launchers: dict[tuple[RowOp, DType, bool, int], RowOpLauncher | None] = snapshot.passes
     key = (op, dtype, aligned, device)
-    if key not in known:
+    if key not in launchers:
         before = snapshot.put_off
         kernel = _kernel(snapshot, op, dtype, device, aligned)
-        found = None if kernel is None else RowOpLauncher(kernel.variant, kernel.function, op)
+        result = None if kernel is None else RowOpLauncher(kernel.variant, kernel.function, op)
         if snapshot.put_off != before:
-            return found
-        known[key] = found
+            return result
+        launchers[key] = result
         if kernel is None:
             twice = op in (RowOp.ACTIVATION_CODES, RowOp.ACTIVATION_ROW_CODES)
             instead = "two passes do" if twice else "torch does"
@@ -59,13 +59,13 @@ def launcher(op: RowOp, dtype: DType, device: int, *, aligned: bool) -> RowOpLau
                 dtype.value,
                 instead,
             )
-    return known[key]
+    return launchers[key]
 
 
 def for_rows(
     op: RowOp, columns: int, rows: int, *tensors: torch.Tensor, like: torch.Tensor | None = None
 ) -> RowOpLauncher | None:
-    """As ``launcher``, for rows of these tensors, or of fresh ones like ``like``; None also where there is nothing.
+    """The launcher for rows of these tensors, or of new ones like ``like``; None also if there are no rows.
 
     Every tensor is dense, its rows of ``columns`` columns or of twice as many.
     """
@@ -73,7 +73,7 @@ def for_rows(
     kind = DTYPES.get(like.dtype)
     if kind is None or not rows or not columns or not check_tensors.on_gpu(like):
         return None
-    aligned = is_aligned(ALIGNMENT_BYTES, columns * like.element_size(), *(one.data_ptr() for one in tensors))
+    aligned = is_aligned(ALIGNMENT_BYTES, columns * like.element_size(), *(tensor.data_ptr() for tensor in tensors))
     return launcher(op, kind, like.get_device(), aligned=aligned)
 
 

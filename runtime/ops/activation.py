@@ -33,7 +33,7 @@ class RowActivation(NamedTuple):
 
     @property
     def flags(self) -> int:
-        """What a row kernel's flags say of it."""
+        """The row kernel's flags for it."""
         gate = (rowops.GATED if self.gated else 0) | (rowops.INTERLEAVED if self.interleaved else 0)
         return KINDS.index(self.function.name) | gate
 
@@ -206,12 +206,12 @@ def _gradient_by_torch(
     dh = dweights = None
     if bounds is not None:  # rows of no expert are uninitialised: as NaN they would stop autograd's anomaly mode
         inside = torch.arange(len(h), device=h.device) < bounds[-1]
-        h, da = (torch.where(inside[:, None], one, 0) for one in (h, da))
+        h, da = (torch.where(inside[:, None], tensor, 0) for tensor in (h, da))
     with torch.enable_grad():
-        given = h.detach().requires_grad_()
-        a = by_torch(given, act)
+        leaf = h.detach().requires_grad_()
+        a = by_torch(leaf, act)
     if needs.dh:
-        (dh,) = torch.autograd.grad(a, given, da if scale is None else (da * scale).to(da.dtype))
+        (dh,) = torch.autograd.grad(a, leaf, da if scale is None else (da * scale).to(da.dtype))
     a = a.detach()
     if needs.dweights and index is not None:
         wide = torch.promote_types(da.dtype, torch.float32)

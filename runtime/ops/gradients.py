@@ -49,23 +49,23 @@ def forward(
 def with_adapter(
     call: Call,
     x: torch.Tensor,
-    one: LowRank | None,
+    adapter: LowRank | None,
     out: torch.Tensor | None = None,
     do: Now = NOW,
     x_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The same with an adapter's part; and u [M, r], which its gradients read."""
+    """The forward with an adapter's part; and u [M, r], which its gradients read."""
     u = None
-    if one is not None:
+    if adapter is not None:
         index = call.fusions.index if call.form.permute_x else None
-        u = low_rank.narrowed(one, x, call.m_sizes, index, call.x_divisor, do=do, bucket=call.form.bucket)
+        u = low_rank.narrowed(adapter, x, call.m_sizes, index, call.x_divisor, do=do, bucket=call.form.bucket)
     product = forward_rows(call, x, do)
     if x_scale is not None:
         product = product._replace(x_scale=x_scale)
     if out is not None and product.loose:
         product = product._replace(loose=False)
-    if one is not None:
-        return low_rank.product(product, one, u, do, out, call.y_rows), u
+    if adapter is not None:
+        return low_rank.product(product, adapter, u, do, out, call.y_rows), u
     if out is not None:
         return rows(product, out, do), None
     wide = wide_rows(product, do)
@@ -103,14 +103,14 @@ def forward_rows(call: Call, x: torch.Tensor, do: Now = NOW) -> Rows:
 class Beside(NamedTuple):
     """An adapter, and v [M, r] of it."""
 
-    one: LowRank
+    adapter: LowRank
     v: torch.Tensor
 
 
 class GradY(NamedTuple):
-    """dy as the gradients want it: ``given`` [y_rows, N], and ``sorted`` [M, N] where it stands gathered."""
+    """dy for the gradients: ``rows`` [y_rows, N] in y's order, and ``sorted`` [M, N] if it is gathered."""
 
-    given: torch.Tensor
+    rows: torch.Tensor
     sorted: torch.Tensor | None
 
     @classmethod
@@ -123,7 +123,7 @@ class GradY(NamedTuple):
 
     @property
     def gathered(self) -> torch.Tensor:
-        """``sorted`` of one that was made to be."""
+        """``sorted``, which was gathered."""
         if self.sorted is None:
             raise AssertionError("dy was not gathered")
         return self.sorted
@@ -141,7 +141,7 @@ def grad_x(call: Call, dy: GradY, do: Now = NOW, beside: Beside | None = None) -
         from . import tokens
 
         return tokens.combine(raw, do.call(_places, call.m_sizes, index), topk, do=do)
-    raw = _grad_rows(call, dy, call.flat_weights(dy.given), do, beside)
+    raw = _grad_rows(call, dy, call.flat_weights(dy.rows), do, beside)
     if not call.form.permute_x or topk == 1:
         return raw
     return raw.view(call.x_rows, topk, call.K).sum(1)
@@ -154,7 +154,7 @@ def grad_x_and_weights(
     from ...kernels import reference
 
     weights, index = call.fusions.weights, call.fusions.index
-    flat = call.flat_weights(dy.given)
+    flat = call.flat_weights(dy.rows)
     if weights is None or flat is None or index is None:
         raise AssertionError("no weights")
     T, topk = weights.shape
@@ -172,7 +172,7 @@ def grad_x_and_weights(
         dx = _weighted(raw, torch.where(part, flat[index], 0)[:, None], slots=False)
     bias = call.fusions.bias
     if bias is not None and len(bias):
-        dy_rows = dy.given.index_select(0, index) if dy.sorted is None else dy.sorted
+        dy_rows = dy.rows.index_select(0, index) if dy.sorted is None else dy.sorted
         expert = reference.expert_of_rows(call.m_sizes, call.M).clamp_(max=bias.shape[0] - 1)
         dots = dots + _to_flat(_dots(dy_rows, bias.detach()[expert]), part, index, T * topk)
     return dx, dots.view(T, topk).to(weights.dtype)
@@ -186,7 +186,7 @@ def grad_w_and_bias(
     Rows among an expert's whose index takes no part are zero in the factor that is gathered; the other, which stands
     sorted, has to be finite there: a mask over it would cost every call a pass.
     """
-    form, index, flat = call.form, call.fusions.index, call.flat_weights(dy.given)
+    form, index, flat = call.form, call.fusions.index, call.flat_weights(dy.rows)
     rows_dy = _scaled(call, dy.gathered, flat)
     dw = dbias = None
     if x is not None:
@@ -203,7 +203,7 @@ def grad_adapter(
     call: Call, dy: GradY, x: torch.Tensor, beside: Beside, u: torch.Tensor, do: Now = NOW
 ) -> LowRankGradients:
     """dA [E, r, K] and dB [E, N, r]; x is sorted (``sorted_x``), and u [M, r] what the forward made of it."""
-    flat, bucket = call.flat_weights(dy.given), call.form.bucket
+    flat, bucket = call.flat_weights(dy.rows), call.form.bucket
     dB = weight(dy.gathered, _scaled(call, u, flat), call.m_sizes, bucket=bucket, do=do)
     return LowRankGradients(weight(_scaled(call, beside.v, flat), x, call.m_sizes, bucket=bucket, do=do), dB)
 
@@ -231,11 +231,11 @@ def _scaled(call: Call, rows: torch.Tensor, flat: torch.Tensor | None) -> torch.
 def _rows_of_dx(call: Call, dy: GradY, flat: torch.Tensor | None, *, moves: bool) -> Rows:
     """dy @ w, into token order if it ``moves``."""
     form = call.form
-    given, divisor = (dy.given, 1) if dy.sorted is None else (dy.sorted, 0)
+    dy_rows, divisor = (dy.rows, 1) if dy.sorted is None else (dy.sorted, 0)
     used = call.fusions.index if moves or divisor or flat is not None else None
     return Rows(
         Op.DX,
-        given,
+        dy_rows,
         call.w,
         call.m_sizes,
         form.layout,
@@ -254,9 +254,9 @@ def _rows_of_dx(call: Call, dy: GradY, flat: torch.Tensor | None, *, moves: bool
 def _grad_rows(call: Call, dy: GradY, flat: torch.Tensor | None, do: Now, beside: Beside | None = None) -> torch.Tensor:
     """dy @ w row by row: in the sorted order [M, K], or with permute_x in token order [T*topk, K]; others zero."""
     moves = call.form.permute_x
-    one, v = beside or (None, None)
+    adapter, v = beside or (None, None)
     many = call.x_rows * call.form.topk if moves else call.M
-    return low_rank.product(_rows_of_dx(call, dy, flat, moves=moves), one, v, do, many=many)
+    return low_rank.product(_rows_of_dx(call, dy, flat, moves=moves), adapter, v, do, many=many)
 
 
 def _places(m_sizes: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

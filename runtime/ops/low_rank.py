@@ -30,7 +30,7 @@ class LowRank(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """Those of a layer's two products."""
+    """The adapters of a layer's two products."""
 
     first: LowRank | None
     second: LowRank | None
@@ -56,23 +56,23 @@ def as_used(lora: Any, dtype: torch.dtype, E: int) -> LowRank:
     return LowRank(as_read(lora.A, dtype, E, 1), as_read(lora.B, dtype, E, 2), lora.scale)
 
 
-def as_read(one: torch.Tensor, dtype: torch.dtype, E: int, of_r: int) -> torch.Tensor:
+def as_read(matrix: torch.Tensor, dtype: torch.dtype, E: int, of_r: int) -> torch.Tensor:
     """A or B of E experts in a dtype, its rows contiguous; one matrix stands for all.
 
     Dimension ``of_r`` is made whole 16 bytes by zeros, which change no product: kernels want rows of as many.
     """
     # (Each look spares a view, and its node in the gradient's graph.)
-    if one.dtype is not dtype:
-        one = one.to(dtype, memory_format=torch.contiguous_format)  # one copy, of PEFT's order of elements too
-    if more := -one.shape[of_r] % (ALIGNMENT_BYTES // dtype.itemsize):
-        one = torch.nn.functional.pad(one, (0, more) if of_r == 2 else (0, 0, 0, more))
-    if one.stride(2) != 1 and one.shape[2] != 1:
-        one = one.contiguous()
-    return one.expand(E, -1, -1) if one.shape[0] == 1 and E != 1 else one
+    if matrix.dtype is not dtype:
+        matrix = matrix.to(dtype, memory_format=torch.contiguous_format)  # one copy, of PEFT's order of elements too
+    if more := -matrix.shape[of_r] % (ALIGNMENT_BYTES // dtype.itemsize):
+        matrix = torch.nn.functional.pad(matrix, (0, more) if of_r == 2 else (0, 0, 0, more))
+    if matrix.stride(2) != 1 and matrix.shape[2] != 1:
+        matrix = matrix.contiguous()
+    return matrix.expand(E, -1, -1) if matrix.shape[0] == 1 and E != 1 else matrix
 
 
 def narrowed(
-    one: LowRank,
+    adapter: LowRank,
     x: torch.Tensor,
     m_sizes: torch.Tensor,
     index: torch.Tensor | None = None,
@@ -87,16 +87,16 @@ def narrowed(
     ``bucket``: as ``Rows.expected``.
     """
     M = x.shape[0] if index is None else index.shape[0]
-    call = Rows(Op.FORWARD, x, one.A, m_sizes, Layout.NK, M, index, top_k, bounds=bounds, expected=bucket)
-    u = do.new(x, (M, one.A.shape[1]))
+    call = Rows(Op.FORWARD, x, adapter.A, m_sizes, Layout.NK, M, index, top_k, bounds=bounds, expected=bucket)
+    u = do.new(x, (M, adapter.A.shape[1]))
     if index is not None and bounds is None:
         u = do.call(_zero, u)
-    return _scaled(rows(call, u, do), one, do)
+    return _scaled(rows(call, u, do), adapter, do)
 
 
 def product(
     call: Rows,
-    one: LowRank | None,
+    adapter: LowRank | None,
     narrow: torch.Tensor | None,
     do: Now = NOW,
     y: torch.Tensor | None = None,
@@ -109,10 +109,10 @@ def product(
     """
     many = call.M if many is None else many
     keeps = y is not None and not call.loose  # what stands in rows that nothing is stored to
-    if one is None or narrow is None:
+    if adapter is None or narrow is None:
         return new_rows(call, many, do) if y is None else rows(call, y, do)
     y = do.new(call.x, (many, call.columns), per=int(many == call.M)) if y is None else y
-    second = one.B if call.op is Op.FORWARD else one.A
+    second = adapter.B if call.op is Op.FORWARD else adapter.A
     if with_low_part(call, narrow, second, y, do):
         return y
     y = rows(call, y, do)
@@ -125,16 +125,16 @@ def product(
 
 
 def narrowed_gradient(
-    one: LowRank, dy: torch.Tensor, m_sizes: torch.Tensor, do: Now = NOW, bucket: int | None = None
+    adapter: LowRank, dy: torch.Tensor, m_sizes: torch.Tensor, do: Now = NOW, bucket: int | None = None
 ) -> torch.Tensor:
     """v [M, r] of dy [M, N]. ``bucket``: as ``Rows.expected``."""
     M = dy.shape[0]
-    call = Rows(Op.DX, dy, one.B, m_sizes, Layout.NK, M, expected=bucket)
-    return _scaled(rows(call, do.new(dy, (M, one.B.shape[2])), do), one, do)
+    call = Rows(Op.DX, dy, adapter.B, m_sizes, Layout.NK, M, expected=bucket)
+    return _scaled(rows(call, do.new(dy, (M, adapter.B.shape[2])), do), adapter, do)
 
 
-def _scaled(found: torch.Tensor, one: LowRank, do: Now) -> torch.Tensor:
-    return found if one.scale == 1 else do.call(partial(_times, scale=one.scale), found)
+def _scaled(narrow: torch.Tensor, adapter: LowRank, do: Now) -> torch.Tensor:
+    return narrow if adapter.scale == 1 else do.call(partial(_times, scale=adapter.scale), narrow)
 
 
 # What torch does of it, in place. No tensor is in here but those that are given: ``Now.call``.
@@ -148,5 +148,5 @@ def _add(y: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
     return y.add_(more)
 
 
-def _times(found: torch.Tensor, scale: float) -> torch.Tensor:
-    return found.mul_(scale)
+def _times(narrow: torch.Tensor, scale: float) -> torch.Tensor:
+    return narrow.mul_(scale)

@@ -38,9 +38,9 @@ class Routing(NamedTuple):
 
 def sort(topk_ids: torch.Tensor, E: int) -> Routing:
     """The slots of ``topk_ids`` [T, k] sorted by expert, stably. Nothing is checked; E may be 0."""
-    found = sort_slots(topk_ids, E)
-    if found is not None:
-        return Routing(*found)
+    slots = sort_slots(topk_ids, E)
+    if slots is not None:
+        return Routing(*slots)
     flat = topk_ids.reshape(-1).to(torch.int64)
     # int32 sorts in half the passes of int64.
     flat = torch.where((flat >= 0) & (flat < E), flat, E).to(torch.int32)

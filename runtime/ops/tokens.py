@@ -54,11 +54,11 @@ def combine(
     (or wider) and rounded once. Of slots without a place nothing is read. out is ``into`` [T, H], dense, if given.
     """
     T, H = y.shape[0] // top_k, y.shape[1]
-    launch = rowops.for_rows(RowOp.COMBINE, H, T, *(one for one in (y, bias, into) if one is not None))
+    launch = rowops.for_rows(RowOp.COMBINE, H, T, *(tensor for tensor in (y, bias, into) if tensor is not None))
     if launch is None:
         do.unplanned()
-        made = _combined_by_torch(y, places, top_k, weights, experts, bias)
-        return made if into is None else into.copy_(made)
+        summed = _combined_by_torch(y, places, top_k, weights, experts, bias)
+        return summed if into is None else into.copy_(summed)
     flags = rowops.weighing(weights) | (0 if bias is None else BIASED)
     with on(y.get_device()):
         out: torch.Tensor = do.new(y, (T, H), per=top_k) if into is None else into

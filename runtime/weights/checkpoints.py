@@ -55,7 +55,7 @@ _ACT_ORDERS = (True, "group", "dynamic")  # of compressed-tensors' actorder: tho
 
 
 class _Reader(NamedTuple):
-    """What a config says: the format's name, how one matrix is read, and whether fp8 products quantise x."""
+    """A config's settings: the format's name, how one matrix is read, and whether fp8 products quantise x."""
 
     format: str
     read: Callable[[Suffixes], Quantised]
@@ -83,19 +83,19 @@ def read(
     if part is not None and part != "gate_up" and part != "down":
         raise bad("part", repr(_said(part)), "'gate_up', 'down' or None")
     named = _matrices(tensors, part)
-    readers = _readers(_quantization(config), [one.modules for matrices in named for one in matrices])
+    readers = _readers(_quantization(config), [matrix.modules for matrices in named for matrix in matrices])
     format, _, quantizes_x = readers[0]
-    found = _stacked(readers, named)
+    quantised = _stacked(readers, named)
     if format.startswith("fp8"):
-        return format + ("" if (quantizes_x if quantize_x is None else quantize_x) else "_a16"), found
-    return format, packings.whole_groups(found) if format == "int4" else found
+        return format + ("" if (quantizes_x if quantize_x is None else quantize_x) else "_a16"), quantised
+    return format, packings.whole_groups(quantised) if format == "int4" else quantised
 
 
 def _matrices(tensors: Mapping[str, torch.Tensor], part: str | None) -> list[list[_Matrix]]:
     """The matrices of each expert, gate before up; of all at once where they are stacked."""
-    found: dict[int | None, dict[str, Suffixes]] = {}
+    by_expert: dict[int | None, dict[str, Suffixes]] = {}
     layers, parts = set(), set()
-    for name, one in _mapping("tensors", tensors).items():
+    for name, tensor in _mapping("tensors", tensors).items():
         if not isinstance(name, str):
             raise bad("the name of a tensor", _said(name), "a string")
         if len(name) > _LONGEST_NAME:
@@ -112,13 +112,13 @@ def _matrices(tensors: Mapping[str, torch.Tensor], part: str | None) -> list[lis
         layers.add(said.get("layer"))
         expert = None if said.get("expert") is None else int(said["expert"])
         suffix = "weight_scale_inv" if suffix == "scale_inv" else suffix
-        given = _plain(name, one, may_be_empty=suffix in _EMPTY)
+        plain = _plain(name, tensor, may_be_empty=suffix in _EMPTY)
         if suffix in _MULTIPLIES:
             raise bad(_said(name), "among the tensors", "none: no format here multiplies by it")
-        matrix = found.setdefault(expert, {}).setdefault(projection, Suffixes(name))
-        if given.numel():
-            matrix[suffix] = given
-    if not found:
+        matrix = by_expert.setdefault(expert, {}).setdefault(projection, Suffixes(name))
+        if plain.numel():
+            matrix[suffix] = plain
+    if not by_expert:
         some = ", ".join(map(_said, [*_mapping("tensors", tensors)][:3])) or "none"
         raise bad("the tensors", f"{some} ...", f"experts' {part or 'weights'}, such as 'experts.0.down_proj.weight'")
     if len(layers) > 1:
@@ -126,16 +126,26 @@ def _matrices(tensors: Mapping[str, torch.Tensor], part: str | None) -> list[lis
         raise bad("the tensors", f"of {len(layers)} layers: {some}", "those of one layer")
     if len(parts) > 1:
         raise bad("the tensors", "of both products", "part='gate_up' or part='down'")
-    experts = sorted(found, key=lambda e: -1 if e is None else e)
+    experts = sorted(by_expert, key=lambda e: -1 if e is None else e)
     if experts != [None] and experts != list(range(experts[0] or 0, (experts[0] or 0) + len(experts))):
         raise bad(
             "the tensors", f"of experts {_said(experts)}", "experts whose numbers follow each other, or all stacked"
         )
-    if len({one.is_meta for parts in found.values() for suffixes in parts.values() for one in suffixes.values()}) > 1:
+    if (
+        len(
+            {
+                tensor.is_meta
+                for parts in by_expert.values()
+                for suffixes in parts.values()
+                for tensor in suffixes.values()
+            }
+        )
+        > 1
+    ):
         raise bad("the tensors", "partly on the meta device", "all with data, or all without")
     (layer,) = layers
     return [
-        [_Matrix(one, _modules(layer or "", e, name), e) for name, one in _in_order(found[e], e).items()]
+        [_Matrix(suffixes, _modules(layer or "", e, name), e) for name, suffixes in _in_order(by_expert[e], e).items()]
         for e in experts
     ]
 
@@ -145,69 +155,71 @@ def _modules(layer: str, expert: int | None, projection: str) -> tuple[str, ...]
     if expert is not None:
         return quantization.names_of(f"{layer}{expert}.{projection}")
     single = {"gate_up_proj": ("gate_proj", "w1"), "": ()}.get(projection, (projection,))
-    every = (f"{layer}{projection}", layer[:-1], *(f"{layer}0.{one}" for one in single))
-    return tuple(dict.fromkeys(name for one in every if one for name in quantization.names_of(one))) or ("",)
+    names = (f"{layer}{projection}", layer[:-1], *(f"{layer}0.{name}" for name in single))
+    return tuple(dict.fromkeys(name for module in names if module for name in quantization.names_of(module))) or ("",)
 
 
-def _plain(name: str, one: object, *, may_be_empty: bool) -> torch.Tensor:
-    """What a checkpoint's tensor may be."""
-    if not isinstance(one, torch.Tensor):
-        raise bad(_said(name), f"a {type(one).__name__}", "a tensor")
-    if one.is_nested or one.layout is not torch.strided or one.is_quantized or one.is_complex():
-        kind = "nested" if one.is_nested else f"{one.dtype} and {one.layout}"
+def _plain(name: str, tensor: object, *, may_be_empty: bool) -> torch.Tensor:
+    """A checkpoint's tensor; InputError for tensors that no checkpoint has."""
+    if not isinstance(tensor, torch.Tensor):
+        raise bad(_said(name), f"a {type(tensor).__name__}", "a tensor")
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex():
+        kind = "nested" if tensor.is_nested else f"{tensor.dtype} and {tensor.layout}"
         raise bad(
             _said(name), kind, "a plain tensor of numbers, which is neither sparse, nested nor quantised by torch"
         )
-    if not one.numel() and not may_be_empty:
-        raise bad(_said(name), f"of shape {list(one.shape)}", "one that is not empty")
-    if repeated(one):
+    if not tensor.numel() and not may_be_empty:
+        raise bad(_said(name), f"of shape {list(tensor.shape)}", "one that is not empty")
+    if repeated(tensor):
         raise bad(
             _said(name),
-            f"of shape {list(one.shape)} and strides {list(one.stride())}, which repeats elements",
+            f"of shape {list(tensor.shape)} and strides {list(tensor.stride())}, which repeats elements",
             "memory for each of them: pass .contiguous()",
         )
-    return one
+    return tensor
 
 
-def _in_order(found: dict[str, Suffixes], expert: int | None) -> dict[str, Suffixes]:
+def _in_order(projections: dict[str, Suffixes], expert: int | None) -> dict[str, Suffixes]:
     """Gate before up."""
-    gate, up = [name for name in found if name in _GATE], [name for name in found if name in _UP]
-    others = [name for name in found if name not in (*_GATE, *_UP)]
-    if len(gate) > len(up) or len(found) > 2 or (others and len(found) > 1):
+    gate, up = [name for name in projections if name in _GATE], [name for name in projections if name in _UP]
+    others = [name for name in projections if name not in (*_GATE, *_UP)]
+    if len(gate) > len(up) or len(projections) > 2 or (others and len(projections) > 1):
         whose = "" if expert is None else f" of expert {expert}"
-        raise bad(f"the projections{whose}", " and ".join(map(repr, found)), "gate and up, up, both in one, or down")
-    return {name: found[name] for name in (*gate, *up, *others)}
+        raise bad(
+            f"the projections{whose}", " and ".join(map(repr, projections)), "gate and up, up, both in one, or down"
+        )
+    return {name: projections[name] for name in (*gate, *up, *others)}
 
 
 def _stacked(readers: list[_Reader], named: list[list[_Matrix]]) -> Quantised:
     """All experts' matrices in one, each copied once where they are not one already."""
     out: list[torch.Tensor | None] = []
-    every = iter(readers)
+    remaining = iter(readers)
     for expert, matrices in enumerate(named):
-        found = _beside([next(every).read(one.tensors) for one in matrices], readers[0].format)
-        if found.codes.dim() > 2:
+        merged = _beside([next(remaining).read(matrix.tensors) for matrix in matrices], readers[0].format)
+        if merged.codes.dim() > 2:
             if matrices[0].expert is not None:
                 name = f"the codes of {_said(matrices[0].tensors.name)}"
-                raise bad(name, f"of shape {list(found.codes.shape)}", "a matrix, as it is one expert's")
-            return found
+                raise bad(name, f"of shape {list(merged.codes.shape)}", "a matrix, as it is one expert's")
+            return merged
         if not out:
-            out = [None if one is None else one.new_empty((len(named), *one.shape)) for one in found]
-        for name, to, one in zip(Quantised._fields, out, found, strict=True):
-            if to is None and one is None:
+            out = [None if tensor is None else tensor.new_empty((len(named), *tensor.shape)) for tensor in merged]
+        for name, to, tensor in zip(Quantised._fields, out, merged, strict=True):
+            if to is None and tensor is None:
                 continue
-            if to is None or one is None:
+            if to is None or tensor is None:
                 raise bad(
                     f"{name} of expert {expert} of those given",
                     "there" if to is None else "missing",
                     "alike for all experts",
                 )
-            if to[expert].shape != one.shape or to.dtype is not one.dtype:
+            if to[expert].shape != tensor.shape or to.dtype is not tensor.dtype:
                 raise bad(
                     f"expert {expert} of those given",
-                    f"{one.dtype} {list(one.shape)}",
+                    f"{tensor.dtype} {list(tensor.shape)}",
                     f"{to.dtype} {list(to[expert].shape)}, as the first has",
                 )
-            to[expert] = one
+            to[expert] = tensor
     return Quantised(*out)  # type: ignore[arg-type]
 
 
@@ -216,8 +228,8 @@ def _beside(parts: list[Quantised], format: str) -> Quantised:
     first = parts[0]
     if len(parts) == 1:
         return first
-    for one in parts[1:]:
-        for name, mine, other in zip(Quantised._fields, first, one, strict=True):
+    for part in parts[1:]:
+        for name, mine, other in zip(Quantised._fields, first, part, strict=True):
             if _form(mine, name, format) != _form(other, name, format):
                 raise bad(f"{name} of gate and up", " and ".join(map(told, (mine, other))), "alike, but for their rows")
     if format == "fp8_block" and first.codes.shape[-2] % packings.BLOCK:
@@ -227,31 +239,31 @@ def _beside(parts: list[Quantised], format: str) -> Quantised:
             f"a multiple of {packings.BLOCK}: up's blocks of scales would begin inside one of gate's",
         )
     outer = first.global_scale
-    if outer is not None and not all(torch.equal(outer, one.global_scale) for one in parts):  # type: ignore[arg-type]
+    if outer is not None and not all(torch.equal(outer, part.global_scale) for part in parts):  # type: ignore[arg-type]
         raise bad("the global scales of gate and up", "two", "one for both: calibrate them together")
     rows = -1 if format == "fp8_channel" else -2
-    zeros = [one.zero for one in parts if one.zero is not None]
-    codes, scale = cat([one.codes for one in parts], -2), cat([one.scale for one in parts], rows)
+    zeros = [part.zero for part in parts if part.zero is not None]
+    codes, scale = cat([part.codes for part in parts], -2), cat([part.scale for part in parts], rows)
     return Quantised(codes, scale, cat(zeros, -2) if zeros else None, outer)
 
 
-def _form(one: torch.Tensor | None, name: str, format: str) -> object:
-    """What gate and up have in common of a tensor: all but their rows."""
-    if one is None or name == "global_scale":
-        return one is None or one.shape
-    rows = one.dim() - (1 if name == "scale" and format == "fp8_channel" else 2)
-    return one.dtype, one.device, *one.shape[:rows], *one.shape[rows + 1 :]
+def _form(tensor: torch.Tensor | None, name: str, format: str) -> object:
+    """The properties of a tensor in which gate and up must agree: all but their rows."""
+    if tensor is None or name == "global_scale":
+        return tensor is None or tensor.shape
+    rows = tensor.dim() - (1 if name == "scale" and format == "fp8_channel" else 2)
+    return tensor.dtype, tensor.device, *tensor.shape[:rows], *tensor.shape[rows + 1 :]
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json or hf_quant_config.json that says how weights are quantised."""
     if not isinstance(config, Mapping):
         raise bad("quantization_config", f"a {type(config).__name__}", "that of a config.json, a dict")
-    found = quantization.find(config)
-    if found is not None:
-        if not isinstance(found, Mapping):
-            raise bad("quantization_config", f"a {type(found).__name__}", "a dict")
-        return found
+    settings = quantization.find(config)
+    if settings is not None:
+        if not isinstance(settings, Mapping):
+            raise bad("quantization_config", f"a {type(settings).__name__}", "a dict")
+        return settings
     if isinstance(config.get("quantization"), Mapping):  # hf_quant_config.json
         return {"quant_method": "modelopt", **config["quantization"]}
     return config
@@ -259,7 +271,7 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _readers(config: Mapping[str, Any], modules: list[tuple[str, ...]]) -> list[_Reader]:
     """How each module is read, by the settings that the config has for it; InputError if they give two formats."""
-    made: dict[int, _Reader] = {}
+    readers: dict[int, _Reader] = {}
     out = []
     for names, settings in zip(modules, _settings(config, modules), strict=True):
         if settings is None:
@@ -267,9 +279,9 @@ def _readers(config: Mapping[str, Any], modules: list[tuple[str, ...]]) -> list[
                 got, wanted = f"of {len(config['config_groups'])} config_groups", "one whose targets name"
                 raise bad("the config", got, f"{wanted} {_said(names[0])}, or a class")
             raise bad("the config", f"one that leaves {_said(names[0])} unquantised", "quantised experts")
-        if id(settings) not in made:
-            made[id(settings)] = _reader(settings, names[0])
-        out.append(made[id(settings)])
+        if id(settings) not in readers:
+            readers[id(settings)] = _reader(settings, names[0])
+        out.append(readers[id(settings)])
         if (out[-1].format, out[-1].quantizes_x) != (out[0].format, out[0].quantizes_x):
             raise bad(
                 f"the config's format of {_said(names[0])}",
@@ -285,8 +297,8 @@ def _settings(config: Mapping[str, Any], modules: list[tuple[str, ...]]) -> list
         return quantization.by_module(config, modules, _WHERE)
     layers = _mapping("the config's quantized_layers", config.get("quantized_layers"))
     one_by_one = {"extra_config": layers, "quant_method": "modelopt", "quant_algo": None}
-    found = quantization.by_module(one_by_one, modules, _WHERE)
-    return [one if one is not None and one.get("quant_algo") else None for one in found]
+    settings = quantization.by_module(one_by_one, modules, _WHERE)
+    return [entry if entry is not None and entry.get("quant_algo") else None for entry in settings]
 
 
 def _reader(config: Mapping[str, Any], module: str) -> _Reader:
@@ -319,8 +331,8 @@ def _reader(config: Mapping[str, Any], module: str) -> _Reader:
             return _MXFP8
         wanted = "NVFP4, W4A16_NVFP4, MXFP8, FP8 or FP8_PER_CHANNEL_PER_TOKEN"
         raise bad("the config", f"modelopt's {_said(algo)}", wanted)
-    known = "fp8, mxfp4, mxfp8, compressed-tensors, gptq, awq, auto-round or modelopt"
-    raise bad("the config's quant_method", repr(_said(method)), known)
+    supported = "fp8, mxfp4, mxfp8, compressed-tensors, gptq, awq, auto-round or modelopt"
+    raise bad("the config's quant_method", repr(_said(method)), supported)
 
 
 def _fp8(config: Mapping[str, Any]) -> _Reader:
@@ -351,7 +363,9 @@ def gptq_zeros(config: Mapping[str, Any]) -> tuple[bool, bool]:
     meta = config.get("meta")
     quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
     writers = quantizer if isinstance(quantizer, list) else [quantizer]
-    by_gptqmodel = any(isinstance(one, str) and "gptqmodel" in one.lower() for one in writers)  # or for another library
+    by_gptqmodel = any(
+        isinstance(writer, str) and "gptqmodel" in writer.lower() for writer in writers
+    )  # or for another library
     return stored.lower() == _GPTQ_FORMATS[0], by_gptqmodel
 
 
@@ -372,7 +386,7 @@ def _auto_round(config: Mapping[str, Any], module: str) -> _Reader:
     if isinstance(kind, str) and kind.startswith("mx_fp") and config.get("bits") == 8:
         return _MXFP8
     packing = "auto_round:auto_gptq" if packing is None else packing
-    if not isinstance(packing, str) or any(one in packing for one in ("llm_compressor", "fp8", "fake", "mlx")):
+    if not isinstance(packing, str) or any(word in packing for word in ("llm_compressor", "fp8", "fake", "mlx")):
         raise bad("the config's packing_format", repr(_said(packing)), "GPTQ's or AWQ's, as 'auto_round:auto_gptq'")
     if kind is not None and not (isinstance(kind, str) and kind.startswith("int")):
         raise bad("the config's data_type", repr(_said(kind)), "'int'")
@@ -391,7 +405,7 @@ def _auto_round(config: Mapping[str, Any], module: str) -> _Reader:
 
 def _int4(config: Mapping[str, Any], method: str, module: str, symmetric: bool | None) -> Int4:
     bits, group = (
-        config.get(one, config.get(other)) for one, other in (("bits", "w_bit"), ("group_size", "q_group_size"))
+        config.get(name, config.get(other)) for name, other in (("bits", "w_bit"), ("group_size", "q_group_size"))
     )
     if bits != 4 or isinstance(bits, bool):
         raise bad("the config", f"{method} of {_said(bits)} bits for {_said(module)}", "4 bits")
@@ -405,10 +419,10 @@ def _group_size(group: object) -> int | None:
 
 
 def _flag(config: Mapping[str, Any], name: str) -> bool | None:
-    found = config.get(name)
-    if found is not None and not isinstance(found, bool):
-        raise bad(f"the config's {name}", _said(found), "true or false")
-    return found
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise bad(f"the config's {name}", _said(value), "true or false")
+    return value
 
 
 def _compressed(config: Mapping[str, Any]) -> _Reader:
@@ -419,7 +433,7 @@ def _compressed(config: Mapping[str, Any]) -> _Reader:
     group = _mapping("a group of the config", groups[0])
     weights = _mapping("the config's weights of a group", group.get("weights"))
     packing = group.get("format") or config.get("format")
-    said = tuple(weights.get(one) for one in ("type", "num_bits", "strategy"))
+    said = tuple(weights.get(key) for key in ("type", "num_bits", "strategy"))
     quantizes_x = bool(group.get("input_activations"))
     symmetric, ue8m0 = _flag(weights, "symmetric"), "e8m0" in _said(weights.get("scale_dtype"))
     _check_transforms(config)
@@ -445,10 +459,10 @@ def _compressed(config: Mapping[str, Any]) -> _Reader:
             return _Reader("fp8_block", partial(packings.fp8_blocks, ue8m0=ue8m0), quantizes_x)
         if said[2] in ("channel", "tensor"):
             return _Reader("fp8_channel", partial(packings.fp8_rows, ue8m0=ue8m0), quantizes_x)
-    found = f"compressed-tensors' {_said(packing)} with weights of {_said(said)}"
+    got = f"compressed-tensors' {_said(packing)} with weights of {_said(said)}"
     raise bad(
         "the config",
-        found,
+        got,
         "pack-quantized int 4 by group or channel, "
         "float-quantized float 8 by block [128, 128], channel or tensor, mxfp8-quantized in groups of 32, "
         "mxfp4-pack-quantized or nvfp4-pack-quantized",
@@ -458,8 +472,8 @@ def _compressed(config: Mapping[str, Any]) -> _Reader:
 def _check_transforms(config: Mapping[str, Any]) -> None:
     """Raise InputError if x has to be rotated in each call: in compressed-tensors' transform_config."""
     transforms = _mapping("the config's transform_config", config.get("transform_config"))
-    for one in _mapping("the config's transforms", transforms.get("config_groups")).values():
-        applied = one.get("apply") if isinstance(one, Mapping) else None
+    for transform in _mapping("the config's transforms", transforms.get("config_groups")).values():
+        applied = transform.get("apply") if isinstance(transform, Mapping) else None
         for place in applied if isinstance(applied, (list, tuple)) else ():
             where = place.get("location") if isinstance(place, Mapping) else None
             if where in ("input", "output"):

@@ -1,4 +1,4 @@
-"""Quantised weights as plain matrices, one at a time: what torch multiplies with."""
+"""Quantised weights as plain matrices, one at a time, for torch to multiply with."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ class Dequantised(Sequence[torch.Tensor]):
     def __getitem__(self, expert: slice) -> Sequence[torch.Tensor]: ...
     def __getitem__(self, expert: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
         if isinstance(expert, slice):
-            return [self[one] for one in range(len(self))[expert]]
+            return [self[index] for index in range(len(self))[expert]]
         w = self._weights.dequantize(self._dtype, range(len(self))[expert])
         return w.T if self._transposed else w

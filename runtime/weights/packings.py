@@ -42,48 +42,50 @@ class Suffixes(dict[str, torch.Tensor]):
         """The tensor of the first of these suffixes that is there, if it has one of ``dtypes``."""
         for name in names:
             if name in self:
-                found = self[name]
-                if dtypes is not None and found.dtype not in dtypes:
-                    raise self.bad(name, str(found.dtype), " or ".join(str(one) for one in dtypes if one))
-                return found
+                tensor = self[name]
+                if dtypes is not None and tensor.dtype not in dtypes:
+                    raise self.bad(name, str(tensor.dtype), " or ".join(str(dtype) for dtype in dtypes if dtype))
+                return tensor
         raise bad(f"what belongs to {self.name!r}", f"{sorted(self)}", f"{' or '.join(map(repr, names))} among it")
 
     def matrix(self, name: str, *dtypes: torch.dtype | None, dims: int = 2) -> torch.Tensor:
         """The tensor of this suffix: a matrix, or several of them stacked, of one of ``dtypes``."""
-        found = self.get_one(name, dtypes=dtypes)
-        if found.dim() not in (dims, dims + 1):
+        tensor = self.get_one(name, dtypes=dtypes)
+        if tensor.dim() not in (dims, dims + 1):
             raise self.bad(
-                name, f"of shape {list(found.shape)}", f"{dims} dimensions, or {dims + 1} of stacked experts"
+                name, f"of shape {list(tensor.shape)}", f"{dims} dimensions, or {dims + 1} of stacked experts"
             )
-        return found
+        return tensor
 
-    def fit(self, name: str, found: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    def fit(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """``found``, which is made of the tensor of this suffix; InputError if it has another shape."""
-        if tuple(found.shape) != shape:
-            raise self.bad(name, f"of shape {list(found.shape)}", f"{list(shape)}")
-        return found
+        if tuple(tensor.shape) != shape:
+            raise self.bad(name, f"of shape {list(tensor.shape)}", f"{list(shape)}")
+        return tensor
 
     def bad(self, name: str, got: str, wanted: str) -> InputError:
         """The error for the tensor of this suffix."""
         return bad(f"{self.name!r}, or its {name},", got, wanted)
 
 
-def fp8_blocks(one: Suffixes, *, ue8m0: bool = False) -> Quantised:
+def fp8_blocks(suffixes: Suffixes, *, ue8m0: bool = False) -> Quantised:
     """A scale for each 128 x 128: DeepSeek's ``weight_scale_inv`` (which multiplies) or ``scale``, ``weight_scale``."""
-    weight, names = one.matrix("weight", torch.float8_e4m3fn), ("weight_scale_inv", "scale", "weight_scale")
+    weight, names = suffixes.matrix("weight", torch.float8_e4m3fn), ("weight_scale_inv", "scale", "weight_scale")
     *front, N, K = weight.shape
-    scale = one.fit(_of(one, names), one.get_one(*names), (*front, -(-N // BLOCK), -(-K // BLOCK)))
+    scale = suffixes.fit(_of(suffixes, names), suffixes.get_one(*names), (*front, -(-N // BLOCK), -(-K // BLOCK)))
     return Quantised(weight, fp8_scale(scale, ue8m0=ue8m0))
 
 
-def fp8_rows(one: Suffixes, *, ue8m0: bool = False) -> Quantised:
+def fp8_rows(suffixes: Suffixes, *, ue8m0: bool = False) -> Quantised:
     """A scale for each row, [N] or [N, 1], or one for the matrix."""
-    weight, names = one.matrix("weight", torch.float8_e4m3fn), ("weight_scale", "weight_scale_inv")
-    scale = one.get_one(*names)
+    weight, names = suffixes.matrix("weight", torch.float8_e4m3fn), ("weight_scale", "weight_scale_inv")
+    scale = suffixes.get_one(*names)
     *front, N, _ = weight.shape
     rows, shape = (*front, N), tuple(scale.shape)
     if shape not in (rows, (*rows, 1), (*front,), (*front, 1), (*front, 1, 1)):
-        raise one.bad(_of(one, names), f"of shape {list(shape)}", f"a scale for each row, {list(rows)}, or each matrix")
+        raise suffixes.bad(
+            _of(suffixes, names), f"of shape {list(shape)}", f"a scale for each row, {list(rows)}, or each matrix"
+        )
     scale = fp8_scale(scale, ue8m0=ue8m0)
     if shape in (rows, (*rows, 1)):
         return Quantised(weight, scale.reshape(rows))
@@ -114,65 +116,69 @@ def fp8_scale(scale: torch.Tensor, *, ue8m0: bool = False) -> torch.Tensor:
     return e8m0(scale.to(torch.uint8))
 
 
-def blocks(one: Suffixes) -> Quantised:
+def blocks(suffixes: Suffixes) -> Quantised:
     """gpt-oss: ``blocks`` [.., N, K/32, 16] and ``scales`` [.., N, K/32]."""
-    codes = one.matrix("blocks", *_BYTES, dims=3)
+    codes = suffixes.matrix("blocks", *_BYTES, dims=3)
     if codes.shape[-1] != MX // 2:
-        raise one.bad("blocks", f"of shape {list(codes.shape)}", f"{MX // 2} bytes in each block")
-    return _mxfp4(one, codes.flatten(-2), "scales")
+        raise suffixes.bad("blocks", f"of shape {list(codes.shape)}", f"{MX // 2} bytes in each block")
+    return _mxfp4(suffixes, codes.flatten(-2), "scales")
 
 
-def deepseek_fp4(one: Suffixes) -> Quantised:
+def deepseek_fp4(suffixes: Suffixes) -> Quantised:
     """DeepSeek-V4: ``weight`` int8 [N, K/2], ``scale`` e8m0 [N, K/32]."""
     names = ("scale", "weight_scale_inv")
-    return _mxfp4(one, one.matrix("weight", *_BYTES, _E2M1X2), *names)
+    return _mxfp4(suffixes, suffixes.matrix("weight", *_BYTES, _E2M1X2), *names)
 
 
-def packed_mxfp4(one: Suffixes) -> Quantised:
+def packed_mxfp4(suffixes: Suffixes) -> Quantised:
     """compressed-tensors: ``weight_packed`` uint8 [N, K/2], ``weight_scale`` uint8 [N, K/32]."""
-    return _mxfp4(one, one.matrix("weight_packed", *_BYTES, _E2M1X2), "weight_scale")
+    return _mxfp4(suffixes, suffixes.matrix("weight_packed", *_BYTES, _E2M1X2), "weight_scale")
 
 
-def _mxfp4(one: Suffixes, codes: torch.Tensor, *names: str) -> Quantised:
-    return Quantised(codes.view(torch.uint8), _e8m0_of(one, codes.shape[-1] * 2, codes, names))
+def _mxfp4(suffixes: Suffixes, codes: torch.Tensor, *names: str) -> Quantised:
+    return Quantised(codes.view(torch.uint8), _e8m0_of(suffixes, codes.shape[-1] * 2, codes, names))
 
 
-def mxfp8(one: Suffixes) -> Quantised:
+def mxfp8(suffixes: Suffixes) -> Quantised:
     """``weight`` e4m3 [N, K], and ``weight_scale``, ``weight_scale_inv`` or ``scale`` e8m0 [N, K/32], which multiplies.
 
     https://github.com/vllm-project/compressed-tensors, compressors/mxfp8; modelopt and MiniMax have the same.
     """
-    weight = one.matrix("weight", torch.float8_e4m3fn)
-    return Quantised(weight, _e8m0_of(one, weight.shape[-1], weight, ("weight_scale", "weight_scale_inv", "scale")))
+    weight = suffixes.matrix("weight", torch.float8_e4m3fn)
+    return Quantised(
+        weight, _e8m0_of(suffixes, weight.shape[-1], weight, ("weight_scale", "weight_scale_inv", "scale"))
+    )
 
 
-def _e8m0_of(one: Suffixes, K: int, codes: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
+def _e8m0_of(suffixes: Suffixes, K: int, codes: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
     """The bytes of the first of these suffixes: a scale for each row of codes and 32 of K."""
-    scale = one.get_one(*names, dtypes=(*_BYTES, E8M0))
-    return one.fit(_of(one, names), scale, (*codes.shape[:-1], -(-K // MX))).view(torch.uint8)
+    scale = suffixes.get_one(*names, dtypes=(*_BYTES, E8M0))
+    return suffixes.fit(_of(suffixes, names), scale, (*codes.shape[:-1], -(-K // MX))).view(torch.uint8)
 
 
-def packed_nvfp4(one: Suffixes) -> Quantised:
+def packed_nvfp4(suffixes: Suffixes) -> Quantised:
     """compressed-tensors: ``weight_packed``, ``weight_scale`` e4m3 [N, K/16]; ``weight_global_scale`` divides."""
-    return _nvfp4(one, "weight_packed", 1 / one.get_one("weight_global_scale", dtypes=_FLOATS).float())
+    return _nvfp4(suffixes, "weight_packed", 1 / suffixes.get_one("weight_global_scale", dtypes=_FLOATS).float())
 
 
-def modelopt_nvfp4(one: Suffixes) -> Quantised:
+def modelopt_nvfp4(suffixes: Suffixes) -> Quantised:
     """modelopt: ``weight`` uint8 [N, K/2], ``weight_scale`` e4m3 [N, K/16]; ``weight_scale_2`` multiplies."""
-    return _nvfp4(one, "weight", one.get_one("weight_scale_2", dtypes=_FLOATS).float())
+    return _nvfp4(suffixes, "weight", suffixes.get_one("weight_scale_2", dtypes=_FLOATS).float())
 
 
-def _nvfp4(one: Suffixes, name: str, outer: torch.Tensor) -> Quantised:
-    codes = one.matrix(name, *_BYTES, _E2M1X2)
-    scale, each = one.get_one("weight_scale", dtypes=(torch.float8_e4m3fn,)), codes.shape[:-2]
-    one.fit("weight_scale", scale, (*codes.shape[:-1], -(-codes.shape[-1] * 2 // _NV)))
+def _nvfp4(suffixes: Suffixes, name: str, outer: torch.Tensor) -> Quantised:
+    codes = suffixes.matrix(name, *_BYTES, _E2M1X2)
+    scale, each = suffixes.get_one("weight_scale", dtypes=(torch.float8_e4m3fn,)), codes.shape[:-2]
+    suffixes.fit("weight_scale", scale, (*codes.shape[:-1], -(-codes.shape[-1] * 2 // _NV)))
     if outer.numel() != each.numel():
-        raise bad(f"the global scale of {one.name!r}", f"of shape {list(outer.shape)}", f"one a matrix, {list(each)}")
+        raise bad(
+            f"the global scale of {suffixes.name!r}", f"of shape {list(outer.shape)}", f"one a matrix, {list(each)}"
+        )
     return Quantised(codes.view(torch.uint8), scale, None, outer.reshape(each))
 
 
 class Int4(NamedTuple):
-    """What a config says of int4 weights.
+    """A config's settings of int4 weights.
 
     ``group`` counts the columns that share a scale, -1 for all; None if the config does not say. Zero points are never
     read if ``symmetric``. ``act_order``: ``g_idx`` decides which columns share a scale.
@@ -183,51 +189,57 @@ class Int4(NamedTuple):
     act_order: bool = False
 
 
-def packed_int4(one: Suffixes, how: Int4) -> Quantised:
+def packed_int4(suffixes: Suffixes, how: Int4) -> Quantised:
     """compressed-tensors: ``weight_packed`` int32 [N, K/8], ``weight_zero_point`` int32 [N/8, K/g], both plus 8."""
-    packed = one.matrix("weight_packed", *_WORDS)
+    packed = suffixes.matrix("weight_packed", *_WORDS)
     *front, N, words = packed.shape
     K = held = words * 8
-    if "weight_shape" in one and not one["weight_shape"].is_meta:
-        shape = one.get_one("weight_shape", dtypes=(torch.int64, torch.int32)).reshape(-1).tolist()
+    if "weight_shape" in suffixes and not suffixes["weight_shape"].is_meta:
+        shape = suffixes.get_one("weight_shape", dtypes=(torch.int64, torch.int32)).reshape(-1).tolist()
         if len(shape) % 2 or {*shape[::2]} != {N} or len({*shape[1::2]}) != 1:
-            raise one.bad("weight_shape", f"{shape[:8]}", f"N and K, {N} and {held}, as weight_packed has")
+            raise suffixes.bad("weight_shape", f"{shape[:8]}", f"N and K, {N} and {held}, as weight_packed has")
         K = shape[1]
     if not held - 8 < K <= held:
-        raise bad(f"the last of weight_shape of {one.name!r}", f"{K}", f"{held - 7} to {held}, as weight_packed has")
+        raise bad(
+            f"the last of weight_shape of {suffixes.name!r}", f"{K}", f"{held - 7} to {held}, as weight_packed has"
+        )
     zero = None
     if not how.symmetric:
-        zero = one.matrix("weight_zero_point", *_WORDS)
-        one.fit("weight_zero_point", zero, (*front, -(-N // 8), zero.shape[-1]))
+        zero = suffixes.matrix("weight_zero_point", *_WORDS)
+        suffixes.fit("weight_zero_point", zero, (*front, -(-N // 8), zero.shape[-1]))
         zero = _nibbles(zero.mT).mT[..., :N, :]
     codes = _contiguous(packed).view(torch.uint8)[..., : (K + 1) // 2]
-    return _int4(one, codes, ("weight_scale", one.matrix("weight_scale", *_FLOATS)), zero, how, "weight_g_idx")
+    return _int4(
+        suffixes, codes, ("weight_scale", suffixes.matrix("weight_scale", *_FLOATS)), zero, how, "weight_g_idx"
+    )
 
 
-def gptq(one: Suffixes, how: Int4, *, less_one: bool = True, by_word: bool = False) -> Quantised:
+def gptq(suffixes: Suffixes, how: Int4, *, less_one: bool = True, by_word: bool = False) -> Quantised:
     """``qweight`` int32 [K/8, N], ``qzeros`` [K/g, N/8], ``scales`` [K/g, N].
 
     ``less_one``: zero points are stored less one, as in all formats but gptq_v2; ``by_word``: and that one was taken
     from whole words, so that a zero point of 0 borrowed from its neighbour (GPTQModel).
     """
-    qweight, scales = one.matrix("qweight", *_WORDS), one.matrix("scales", *_FLOATS)
+    qweight, scales = suffixes.matrix("qweight", *_WORDS), suffixes.matrix("scales", *_FLOATS)
     zero = None
     if not how.symmetric:
-        words = one.matrix("qzeros", *_WORDS)
-        one.fit("qzeros", words, (*scales.shape[:-1], -(-scales.shape[-1] // 8)))
+        words = suffixes.matrix("qzeros", *_WORDS)
+        suffixes.fit("qzeros", words, (*scales.shape[:-1], -(-scales.shape[-1] // 8)))
         zero = _nibbles(words + _LOWEST_BITS if less_one and by_word else words)[..., : scales.shape[-1]].mT
         if less_one and not by_word:
             zero = zero + 1 & 15
-    return _int4(one, gptq_codes(qweight), ("scales", scales.mT), zero, how, "g_idx")
+    return _int4(suffixes, gptq_codes(qweight), ("scales", scales.mT), zero, how, "g_idx")
 
 
-def awq(one: Suffixes, how: Int4) -> Quantised:
+def awq(suffixes: Suffixes, how: Int4) -> Quantised:
     """``qweight`` int32 [K, N/8], ``qzeros`` [K/g, N/8], ``scales`` [K/g, N]; a word's columns are 0 2 4 6 1 3 5 7."""
-    qweight, scales = one.matrix("qweight", *_WORDS), one.matrix("scales", *_FLOATS)
+    qweight, scales = suffixes.matrix("qweight", *_WORDS), suffixes.matrix("scales", *_FLOATS)
     if qweight.shape[-2] % 2:
-        raise one.bad("qweight", f"of shape {list(qweight.shape)}", "an even number of rows: two codes share a byte")
-    zero = None if how.symmetric else awq_columns(one.matrix("qzeros", *_WORDS))
-    return _int4(one, awq_codes(qweight), ("scales", scales.mT), zero, how, "g_idx")
+        raise suffixes.bad(
+            "qweight", f"of shape {list(qweight.shape)}", "an even number of rows: two codes share a byte"
+        )
+    zero = None if how.symmetric else awq_columns(suffixes.matrix("qzeros", *_WORDS))
+    return _int4(suffixes, awq_codes(qweight), ("scales", scales.mT), zero, how, "g_idx")
 
 
 def awq_experts(
@@ -240,7 +252,7 @@ def awq_experts(
 def packed_experts(
     packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, *, group: int
 ) -> tuple[torch.Tensor, ...]:
-    """As ``awq_experts``, of compressed-tensors' tensors."""
+    """The codes, scales and zero points of E stacked experts of compressed-tensors' tensors."""
     return _each(packed_int4, {"weight_packed": packed, "weight_scale": scale, "weight_zero_point": zero}, group)
 
 
@@ -253,7 +265,10 @@ def gptq_experts(
     less_one: bool = True,
     by_word: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """As ``awq_experts``, of GPTQ's tensors, symmetric ones without ``qzeros``. Flags as of ``gptq``."""
+    """The codes, scales and zero points of E stacked experts of GPTQ's tensors, symmetric without ``qzeros``.
+
+    The flags are those of ``gptq``.
+    """
     stacked = {"qweight": qweight, "scales": scales} | ({} if qzeros is None else {"qzeros": qzeros})
     return _each(partial(gptq, less_one=less_one, by_word=by_word), stacked, group, symmetric=qzeros is None)
 
@@ -265,13 +280,13 @@ def _each(
     *,
     symmetric: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    made: list[list[torch.Tensor]] = []
+    experts: list[list[torch.Tensor]] = []
     for tensors in zip(*stacked.values(), strict=True):
-        one = Suffixes("an expert")
-        one.update(zip(stacked, tensors, strict=True))
-        parts = read(one, Int4(group, symmetric))
-        made.append([part.contiguous() for part in parts if part is not None])
-    return tuple(torch.stack(parts) for parts in zip(*made, strict=True))
+        suffixes = Suffixes("an expert")
+        suffixes.update(zip(stacked, tensors, strict=True))
+        parts = read(suffixes, Int4(group, symmetric))
+        experts.append([part.contiguous() for part in parts if part is not None])
+    return tuple(torch.stack(parts) for parts in zip(*experts, strict=True))
 
 
 def awq_columns(words: torch.Tensor) -> torch.Tensor:
@@ -302,7 +317,7 @@ def gptq_codes(words: torch.Tensor) -> torch.Tensor:
 
 
 def _int4(
-    one: Suffixes,
+    suffixes: Suffixes,
     codes: torch.Tensor,
     scale: tuple[str, torch.Tensor],
     zero: torch.Tensor | None,
@@ -320,15 +335,15 @@ def _int4(
     if group is None:
         group = next((size for size in _INT4_GROUPS if -(-K // size) == groups), -1)
         if group < 0 and groups > 1:
-            raise one.bad(name, f"of shape {list(factors.shape)}", f"groups of 128, 64 or 32 of K={K}")
+            raise suffixes.bad(name, f"of shape {list(factors.shape)}", f"groups of 128, 64 or 32 of K={K}")
     count = -(-K // group) if group > 0 else 1
-    one.fit(name, factors, (*front, N, count))
+    suffixes.fit(name, factors, (*front, N, count))
     if zero is not None:
-        one.fit("zero points", zero, (*front, N, count))
-    _check_order(one, index, how.act_order, K, group)
+        suffixes.fit("zero points", zero, (*front, N, count))
+    _check_order(suffixes, index, how.act_order, K, group)
     unit = _INT4_GROUPS[0] if count == 1 else next((size for size in _INT4_GROUPS if group % size == 0), 0)
     if not unit:
-        raise bad(f"the group of {one.name!r}", f"{group}", "a multiple of 32, or -1")
+        raise bad(f"the group of {suffixes.name!r}", f"{group}", "a multiple of 32, or -1")
     many = -(-K // unit)
     if many != count:
         factors = _repeated(factors, many, group // unit)
@@ -343,24 +358,24 @@ def _repeated(factors: torch.Tensor, many: int, times: int) -> torch.Tensor:
     return factors.repeat_interleave(times, -1)[..., :many]
 
 
-def whole_groups(found: Quantised) -> Quantised:
+def whole_groups(weights: Quantised) -> Quantised:
     """int4 as ``ExpertWeights`` has it: contiguous, and without zero points if all are 8."""
-    codes, scale, zero, _ = found
+    codes, scale, zero, _ = weights
     if zero is not None and not zero.is_meta and bool((zero == _ZERO).all()):
         zero = None
     return Quantised(codes.contiguous(), scale.contiguous(), None if zero is None else zero.contiguous())
 
 
-def _check_order(one: Suffixes, name: str, act_order: bool, K: int, group: int) -> None:
+def _check_order(suffixes: Suffixes, name: str, act_order: bool, K: int, group: int) -> None:
     """Raise InputError for groups that are not of neighbours (act-order, desc_act).
 
     An index of one number throughout (0 of AutoGPTQ, -1 of compressed-tensors) says nothing, unless it has to.
     """
-    if name not in one:
+    if name not in suffixes:
         if act_order and 0 < group < K:
-            one.get_one(name)
+            suffixes.get_one(name)
         return
-    index = one.get_one(name, dtypes=_INTEGERS)
+    index = suffixes.get_one(name, dtypes=_INTEGERS)
     if index.is_meta:
         return
     index = index.reshape(-1, index.shape[-1] if index.dim() else 1)
@@ -369,12 +384,12 @@ def _check_order(one: Suffixes, name: str, act_order: bool, K: int, group: int) 
     if not act_order and bool((index == index[0, 0]).all()) and int(index[0, 0]) in (0, -1):
         return
     if not K - 2 < index.shape[-1] <= K or bool((index != natural).any()):
-        raise bad(f"{name} of {one.name!r}", "of another order (act-order, desc_act)", "groups of neighbours in K")
+        raise bad(f"{name} of {suffixes.name!r}", "of another order (act-order, desc_act)", "groups of neighbours in K")
 
 
-def _of(one: Suffixes, names: tuple[str, ...]) -> str:
+def _of(suffixes: Suffixes, names: tuple[str, ...]) -> str:
     """The first of the suffixes that is there."""
-    return next((name for name in names if name in one), names[0])
+    return next((name for name in names if name in suffixes), names[0])
 
 
 def _nibbles(words: torch.Tensor) -> torch.Tensor:

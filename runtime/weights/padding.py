@@ -68,8 +68,8 @@ def narrowed(weights: ExpertWeights, N: int, K: int, *, parts: int = 1) -> Exper
     if scale is None:
         raise AssertionError(f"{weights.format} has no scale")
 
-    def kept(given: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        of_parts = given.view(given.shape[0], parts, -1, given.shape[2])
+    def kept(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        of_parts = tensor.view(tensor.shape[0], parts, -1, tensor.shape[2])
         return of_parts[:, :, : N // parts // rows, :columns].flatten(1, 2).contiguous()
 
     codes = kept(weights.codes, 1, K * elements.bits // 8)
@@ -87,21 +87,21 @@ def _codes(
     """The codes, with those of the value 0 after them: a group's zero point is one, if there are zero points."""
     if elements.bits == 8:
         return _filled(weights.codes, N // parts, K, parts, 0)
-    made = _filled(weights.codes, N // parts, K // 2, parts, _ZERO << 4 | _ZERO if elements.name == "int4" else 0)
+    codes = _filled(weights.codes, N // parts, K // 2, parts, _ZERO << 4 | _ZERO if elements.name == "int4" else 0)
     before = weights.codes.shape[-1]
     if zero is not None and before < K // 2:
         group, skipped = divmod(2 * before, scale.columns)  # the weights may end within a group
         points = zero[..., group:].repeat_interleave(scale.columns, -1)[..., skipped : skipped + K - 2 * before]
-        made[..., before:] = pack(points)
-    return made
+        codes[..., before:] = pack(points)
+    return codes
 
 
-def _filled(given: torch.Tensor, rows: int, columns: int, parts: int, value: int) -> torch.Tensor:
+def _filled(tensor: torch.Tensor, rows: int, columns: int, parts: int, value: int) -> torch.Tensor:
     """[E, N, C] as [E, parts * rows, columns], with ``value`` where there was nothing."""
-    E, N, C = given.shape
-    if given.dtype is torch.float8_e4m3fn:  # as bytes, for not every torch can fill it
-        one = 0x38  # 1.0
-        return _filled(given.view(torch.uint8), rows, columns, parts, one if value else 0).view(given.dtype)
-    made = given.new_full((E, parts, rows, columns), value)
-    made[:, :, : N // parts, :C] = given.view(E, parts, N // parts, C)
-    return made.flatten(1, 2)
+    E, N, C = tensor.shape
+    if tensor.dtype is torch.float8_e4m3fn:  # as bytes, for not every torch can fill it
+        e4m3_one = 0x38  # 1.0
+        return _filled(tensor.view(torch.uint8), rows, columns, parts, e4m3_one if value else 0).view(tensor.dtype)
+    filled = tensor.new_full((E, parts, rows, columns), value)
+    filled[:, :, : N // parts, :C] = tensor.view(E, parts, N // parts, C)
+    return filled.flatten(1, 2)

@@ -93,18 +93,18 @@ def _matches(pattern: str, names: Sequence[str], where: str, end: float) -> bool
 
 def alternatives(expression: str) -> list[str]:
     """The parts of an expression between the ``|`` that are in no group."""
-    found, depth, start = [], 0, 0
-    for one in re.finditer(r"\\.|\[[^]]*\]|[()|]", expression):
-        depth += (one[0] == "(") - (one[0] == ")")
-        if one[0] == "|" and not depth:
-            found.append(expression[start : one.start()])
-            start = one.end()
-    return [*found, expression[start:]]
+    parts, depth, start = [], 0, 0
+    for match in re.finditer(r"\\.|\[[^]]*\]|[()|]", expression):
+        depth += (match[0] == "(") - (match[0] == ")")
+        if match[0] == "|" and not depth:
+            parts.append(expression[start : match.start()])
+            start = match.end()
+    return [*parts, expression[start:]]
 
 
 def _repeats(expression: str) -> int:
     """The repeats of one path: alternatives are tried one after another."""
-    return max(sum(map(one.count, "*+{")) for one in alternatives(expression))
+    return max(sum(map(part.count, "*+{")) for part in alternatives(expression))
 
 
 def _ways(expression: str) -> int:

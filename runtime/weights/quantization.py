@@ -34,11 +34,11 @@ def find(config: Mapping[str, Any]) -> Any:
     It has ``expert_dtype``, which DeepSeek-V4 keeps beside it.
     """
     objects = list(_objects(config))
-    found = next((one[key] for one in objects for key in _FIELDS if one.get(key)), None)
-    if not isinstance(found, Mapping):
-        return found
-    dtype = next((one["expert_dtype"] for one in objects if one.get("expert_dtype") is not None), None)
-    return found if dtype is None or "expert_dtype" in found else {**found, "expert_dtype": dtype}
+    settings = next((entry[key] for entry in objects for key in _FIELDS if entry.get(key)), None)
+    if not isinstance(settings, Mapping):
+        return settings
+    dtype = next((entry["expert_dtype"] for entry in objects if entry.get("expert_dtype") is not None), None)
+    return settings if dtype is None or "expert_dtype" in settings else {**settings, "expert_dtype": dtype}
 
 
 def _objects(config: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
@@ -51,8 +51,8 @@ def _objects(config: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str,
 
 def names_of(module: str) -> tuple[str, ...]:
     """The names that a config may have for a module of a checkpoint."""
-    found = _LAYER.search(module)
-    return (module,) if found is None else tuple(dict.fromkeys((module, *(root + found[1] for root in ROOTS))))
+    match = _LAYER.search(module)
+    return (module,) if match is None else tuple(dict.fromkeys((module, *(root + match[1] for root in ROOTS))))
 
 
 def by_module(
@@ -71,16 +71,16 @@ def by_module(
     by_group = grouped(settings)
     rules, otherwise = _groups(settings, where) if by_group else (_overrides(settings, where), settings)
     what = "of targets" if by_group else "of single modules"
-    found = _first([rule.word for rule in rules], modules, where, what, parts=not by_group)
-    made = {i: rules[i].of(settings) for i in set(found) if i is not None}
-    return [otherwise if one is None else made[one] for one in found]
+    firsts = _first([rule.word for rule in rules], modules, where, what, parts=not by_group)
+    changed = {i: rules[i].of(settings) for i in set(firsts) if i is not None}
+    return [otherwise if index is None else changed[index] for index in firsts]
 
 
 def grouped(settings: Mapping[str, Any]) -> bool:
     """Whether ``config_groups`` decides: in compressed-tensors, and in modelopt where no recipe is named."""
     method = settings.get("quant_method")
-    known = method == "compressed-tensors" or (method == "modelopt" and not settings.get("quant_algo"))
-    return known and bool(settings.get("config_groups"))
+    by_group = method == "compressed-tensors" or (method == "modelopt" and not settings.get("quant_algo"))
+    return by_group and bool(settings.get("config_groups"))
 
 
 def exceptions(settings: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def exceptions(settings: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 
 class _Rule(NamedTuple):
-    """What a config changes for the modules that ``word`` names: a name, or a regular expression behind ``re:``.
+    """A config's changes for the modules that ``word`` names: a name, or a regular expression behind ``re:``.
 
     ``changes`` is None if it leaves them unquantised.
     """
@@ -108,25 +108,25 @@ class _Rule(NamedTuple):
 
 def _overrides(settings: Mapping[str, Any], where: str) -> list[_Rule]:
     """The rules of ``dynamic`` and ``extra_config``, in the order in which they are asked."""
-    found = []
+    rules = []
     # GPTQModel: the first regular expression that matches from the name's beginning; "-:" leaves modules out.
     for key, value in _mapping(settings.get("dynamic"), "dynamic", where).items():
         changes = None if key.startswith("-:") else _mapping(value, f"dynamic of {_short(key)}", where)
-        found.append(_Rule("re:" + key.removeprefix("-:").removeprefix("+:"), changes))
+        rules.append(_Rule("re:" + key.removeprefix("-:").removeprefix("+:"), changes))
     # AutoRound: a module's own name goes before regular expressions, which match anywhere in a name.
     extra = _mapping(settings.get("extra_config"), "extra_config", where)
     for key in sorted(extra, key=lambda key: _REGEX.search(key) is not None):
         word = f"re:{_anywhere(key)}" if _REGEX.search(key) else key
         if changes := _mapping(extra[key], f"extra_config of {_short(key)}", where):
-            found.append(_Rule(word, changes))
-    return found
+            rules.append(_Rule(word, changes))
+    return rules
 
 
 def _anywhere(expression: str) -> str:
-    """What matches from a name's beginning where an expression matches anywhere in the name."""
+    """An expression that matches from a name's beginning what this one matches anywhere in the name."""
     flags = "(?i)" if expression.startswith("(?i)") else ""
     parts = alternatives(expression.removeprefix(flags))
-    return flags + "|".join(one if one.startswith(("^", ".*")) else f".*{one}" for one in parts)
+    return flags + "|".join(part if part.startswith(("^", ".*")) else f".*{part}" for part in parts)
 
 
 def _groups(settings: Mapping[str, Any], where: str) -> tuple[list[_Rule], Mapping[str, Any] | None]:
@@ -135,14 +135,14 @@ def _groups(settings: Mapping[str, Any], where: str) -> tuple[list[_Rule], Mappi
     if len(groups) > _MOST_GROUPS:
         raise InputError(f"{where}: {len(groups):,} config_groups, the limit is {_MOST_GROUPS}")
     targets: dict[str, Mapping[str, Any]] = {}
-    for name, one in groups.items():
-        group = _mapping(one, "a group of the config", where)
+    for name, value in groups.items():
+        group = _mapping(value, "a group of the config", where)
         narrowed = {"config_groups": {name: group}}
         targets.update(dict.fromkeys(_strings(group, where), narrowed))  # of two groups with one target the later
-    modules = [_Rule(word, one) for word, one in targets.items() if word.startswith("re:") or "." in word]
-    classes = {word: one for word, one in targets.items() if not word.startswith("re:") and "." not in word}
-    otherwise = next((classes[one] for one in _CLASSES if one in classes), None)
-    rest = [one for word, one in classes.items() if word not in _OTHER_CLASSES and not word.endswith("Attention")]
+    modules = [_Rule(word, group) for word, group in targets.items() if word.startswith("re:") or "." in word]
+    classes = {word: group for word, group in targets.items() if not word.startswith("re:") and "." not in word}
+    otherwise = next((classes[name] for name in _CLASSES if name in classes), None)
+    rest = [group for word, group in classes.items() if word not in _OTHER_CLASSES and not word.endswith("Attention")]
     if otherwise is None and len(rest) == 1:
         otherwise = rest[0]
     return modules, None if otherwise is None else {**settings, **otherwise}
@@ -157,10 +157,10 @@ def _first(
     matching = first_matching([word for word, _ in patterns], modules, where, what)
     out: list[int | None] = []
     for names, pattern in zip(modules, matching, strict=True):
-        found = [] if pattern is None else [patterns[pattern][1]]
+        places = [] if pattern is None else [patterns[pattern][1]]
         if plain:
-            found += [plain[one] for name in names for one in (_ends(name) if parts else (name,)) if one in plain]
-        out.append(min(found, default=None))
+            places += [plain[part] for name in names for part in (_ends(name) if parts else (name,)) if part in plain]
+        out.append(min(places, default=None))
     return out
 
 
@@ -188,7 +188,7 @@ def _strings(group: Mapping[str, Any], where: str) -> list[str]:
     value = group.get("targets")
     if value is None:
         return []
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
         raise InputError(f"{where}: the config's targets of a group is {_short(value)}, wanted a list of strings")
     return list(value)
 

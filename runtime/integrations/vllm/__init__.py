@@ -83,8 +83,8 @@ def _register_method(module: Any) -> None:
     class PretunedMoEMethod(own):  # type: ignore[misc]
         """vLLM's method, with another class for the experts where pretuned runs the layer."""
 
-        def __init__(self, *given: Any, **named: Any) -> None:
-            super().__init__(*given, **named)
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
             PLUG_IN.attempt("take a layer", _take, self)
             PLUG_IN.count(taken=_is_taken(self))
 
@@ -154,24 +154,24 @@ def _keep(method: Any, params_dtype: Any) -> None:
 def _ask_after(module: Any) -> None:
     """For MoE layers with quantised weights: have a module's configs ask pretuned after they chose vLLM's method."""
     classes = [getattr(module, name) for name in _CONFIGS[module.__name__]]
-    for one in classes:
-        own = vars(one).get("get_quant_method")
+    for config in classes:
+        own = vars(config).get("get_quant_method")
         if own is not None and not hasattr(own, "pretuned_asks"):
-            one.get_quant_method = _asking(own, classes)
+            config.get_quant_method = _asking(own, classes)
 
 
 def _asking(own: Callable[..., Any], classes: list[type]) -> Callable[..., Any]:
     """``own`` of a config, and pretuned's method in place of a MoE layer's. Other configs' subclasses get ``own``."""
 
     @functools.wraps(own)
-    def get_quant_method(self: Any, layer: Any, *given: Any, **named: Any) -> Any:
-        found = own(self, layer, *given, **named)
-        if found is None or type(self) not in classes or PLUG_IN.is_off:
-            return found
-        if not hasattr(found, "moe") or type(found).__module__.startswith("pretuned."):
-            return found  # no MoE layer's, or another config that this one asks has asked
-        ours = PLUG_IN.attempt("take a layer", _take_quantised, found, layer) or found
-        PLUG_IN.count(taken=ours is not found)
+    def get_quant_method(self: Any, layer: Any, *arguments: Any, **named: Any) -> Any:
+        method = own(self, layer, *arguments, **named)
+        if method is None or type(self) not in classes or PLUG_IN.is_off:
+            return method
+        if not hasattr(method, "moe") or type(method).__module__.startswith("pretuned."):
+            return method  # no MoE layer's, or another config that this one asks has asked
+        ours = PLUG_IN.attempt("take a layer", _take_quantised, method, layer) or method
+        PLUG_IN.count(taken=ours is not method)
         return ours
 
     get_quant_method.pretuned_asks = True  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
 """vLLM's MoE layers on pretuned: the class of vLLM's modular kernel, and which layers it is for.
 
-Those without quantisation are taken here, others in ``quantised.py``. A layer of which any part is none of pretuned's
-stays with the backend that vLLM chose, and why is told once. Weights are used as vLLM loaded them, w13 [E, 2*I, H] and
-w2 [E, H, I]: nothing is copied, packed or kept, so those that are loaded again, or leave the GPU while the engine
-sleeps and come back, are simply read.
+Layers without quantisation are handled here, others in ``quantised.py``. A layer with a part that pretuned can't run
+stays with the backend that vLLM chose; the reason is logged once. Weights are used as vLLM loaded them, w13
+[E, 2*I, H] and w2 [E, H, I]: nothing is copied, packed or kept. So weights that are loaded again, or leave the GPU
+while the engine sleeps and come back, are simply read.
 
 Imported inside vLLM alone, by ``__init__.py``, which runs vLLM's own experts if anything here fails.
 """
@@ -53,14 +53,14 @@ class ActivationNumbers(NamedTuple):
     @classmethod
     def of(cls, *holders: Any) -> ActivationNumbers:
         """Each number of the first holder that has it: a FusedMoEConfig, and the layer, which alone has it in 0.21."""
-        found: dict[str, float | None] = {}
+        numbers: dict[str, float | None] = {}
         for name in cls._fields:
-            given = (getattr(one, name, None) for one in holders)
-            found[name] = next((float(one) for one in given if one is not None), None)
+            values = (getattr(holder, name, None) for holder in holders)
+            numbers[name] = next((float(value) for value in values if value is not None), None)
         for name in ("swiglu_limit", "activation_situ_linear_beta"):
-            if (found[name] or 0.0) <= 0:
-                found[name] = None
-        return cls(**found)
+            if (numbers[name] or 0.0) <= 0:
+                numbers[name] = None
+        return cls(**numbers)
 
 
 class _Named(NamedTuple):
@@ -114,14 +114,14 @@ _ACTIVATIONS = {  # by vLLM's names
 
 
 class _Own(NamedTuple):
-    """What vLLM had chosen for a layer."""
+    """The backend and experts class that vLLM had chosen for a layer."""
 
     backend: Any
     experts_cls: Any
 
 
 def take(method: Any, *, everywhere: bool) -> None:
-    """Give a layer's method pretuned's experts, if pretuned has all that the layer has; else tell why not, once.
+    """Give a layer's method pretuned's experts, if pretuned has all that the layer has; else log why not, once.
 
     ``everywhere``: also where no bundle was built for the layer, and by the reference where there is no GPU.
     """
@@ -160,14 +160,14 @@ def _tell(moe: Any, own: _Own, why: str) -> None:
 
 
 def tell_left(what: str, backend: str, why: str) -> None:
-    """Say, once, that layers stay with vLLM, and why."""
+    """Log, once, that layers stay with vLLM, and why."""
     _log.info_once("pretuned: leaves the MoE layers of %s to vLLM's %s backend: %s", what, backend, why)
 
 
 def tell_taken(layer: ServedLayer, note: str = "") -> None:
-    """Say, once, that layers are pretuned's, what differs from what vLLM computes, and the batch-invariant mode."""
+    """Log, once, that pretuned runs layers, how results differ from vLLM's, and the batch-invariant mode."""
     mode = settings().invariance
-    note = "; ".join(one for one in (note, "" if mode is None else str(mode)) if one)
+    note = "; ".join(text for text in (note, "" if mode is None else str(mode)) if text)
     _log.info_once("pretuned: runs the MoE layers of %s", f"{layer}; {note}" if note else str(layer))
 
 
@@ -249,7 +249,7 @@ _tried: set[tuple[Any, ...]] = set()
 def try_once(experts: Any, layer: Any, w13: torch.Tensor) -> None:
     """Run one token through a layer's experts, once for each kind of layer: what fails then fails before it serves."""
     moe = experts.moe_config
-    formats = tuple(one.format for one in experts.weights or ())
+    formats = tuple(weights.format for weights in experts.weights or ())
     kind = layer_of(moe, experts.act), formats, experts.w1_bias is None
     if kind in _tried or w13.is_meta:
         return
@@ -388,9 +388,9 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     def _expected(self, ids: torch.Tensor, experts: int, counts: Any) -> int | None:
         """How many of the ids are of this rank: as the all-to-all counted them, or as with experts chosen alike."""
         tokens, top_k = ids.shape
-        known = getattr(counts, "expert_num_tokens_cpu", None)
-        if known is not None:
-            return min(int(known.sum()), tokens * top_k)
+        counted = getattr(counts, "expert_num_tokens_cpu", None)
+        if counted is not None:
+            return min(int(counted.sum()), tokens * top_k)
         return expected_rows(tokens, top_k, self.moe_config.num_local_experts, experts)
 
     def _with_none(self, expert_map: torch.Tensor) -> torch.Tensor:
