@@ -50,11 +50,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "tests/artifacts/files/test_signature.py",
         "tests/attacks/test_signatures.py",
     ),
-    "artifacts/files/trust.py": (
-        "tests/artifacts/files/test_acl.py",
-        "tests/artifacts/files/test_trust.py",
-        _PLACES,
-    ),
+    "artifacts/files/trust.py": ("tests/artifacts/files/test_trust.py", _PLACES),
 }
 WANTED = 0.95
 _PRELOADED = ("pytest", "hypothesis.strategies", "msgpack", "filelock", "lzma", "asyncio", "multiprocessing", "numpy")

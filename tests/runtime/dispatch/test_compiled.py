@@ -1,4 +1,4 @@
-"""The last resort: what a compiler makes, once allowed. (tests/aot/demand/test_compiler.py has the real compiler.)"""
+"""The last resort: what a compiler makes, once allowed. (tests/aot/demand/test_worker.py has the real compiler.)"""
 
 from __future__ import annotations
 
