@@ -47,7 +47,7 @@ _waited_for, _collected = 0, False  # by how many preloads the collector waits n
 
 @dataclass(frozen=True, slots=True)
 class Preloaded:
-    """What ``preload`` did: ``count`` variants stand loaded for ``problems`` problems, ``seconds`` later.
+    """The result of ``preload``: ``count`` variants are loaded for ``problems`` problems, after ``seconds``.
 
     ``cells`` are the (problem, bucket) pairs that were decided. Of these torch's grouped_mm runs ``by_torch``, as it
     was measured faster.
@@ -163,7 +163,9 @@ def preload(
             for problem in turned(model.problems, lying):
                 wanted.setdefault(problem, set()).update(buckets(rows_of(model, tokens)))
     elif problems is None:
-        for problem in (one for row in problems_of(view) for one in turned(row, lying) if _is_of(one.dtype, weights)):
+        for problem in (
+            problem for row in problems_of(view) for problem in turned(row, lying) if _is_of(problem.dtype, weights)
+        ):
             wanted.setdefault(problem, set()).update(buckets(_rows(problem, tokens)))
     for twin in twins_in_fp16(wanted) if weights is None else ():
         del wanted[twin]
@@ -195,10 +197,10 @@ def preload(
             *fallbacks_of(met, snapshot, local),
             *passes_of(met, snapshot, local),
         )
-        found = [_usable(bundle, index, device, snapshot, local) for bundle, index in more]
-        if None not in found:
+        handles = [_usable(bundle, index, device, snapshot, local) for bundle, index in more]
+        if None not in handles:
             break
-    kernels.update(one for one in found if one is not None)
+    kernels.update(handle for handle in handles if handle is not None)
     done = Preloaded(len(kernels), len(wanted), len(cells), time.perf_counter() - began, by_torch)
     _log.info(
         "pretuned: %d variants preloaded for %d problems in %.1f ms; torch's grouped_mm, measured faster, runs "
@@ -226,15 +228,15 @@ def _usable(bundle: BundleFile, index: int, device: int, snapshot: Snapshot, loc
 
 def planned_for(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
     """Every variant that the bundles' plans have for some call of a cell, in place of the cell's own choice."""
-    every = list(cells)
+    all_cells = list(cells)
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
             return list(
                 dict.fromkeys(
-                    (one.bundle, index)
-                    for problem, bucket in every
-                    for one in snapshot.view(local, installed=True).usable
-                    for index in _planned(snapshot, one.bundle, problem, bucket, local)
+                    (usable.bundle, index)
+                    for problem, bucket in all_cells
+                    for usable in snapshot.view(local, installed=True).usable
+                    for index in _planned(snapshot, usable.bundle, problem, bucket, local)
                 )
             )
 
@@ -253,10 +255,10 @@ def _planned(snapshot: Snapshot, bundle: BundleFile, problem: Problem, bucket: i
 def cells_of(wanted: Mapping[Problem, Iterable[int]], snapshot: Snapshot, local: LocalGpu) -> list[_Cell]:
     """Every (problem, bucket) that calls of these products come to, in whatever form they are made."""
     cells: dict[_Cell, None] = {}
-    for problem, found in wanted.items():
+    for problem, rows in wanted.items():
         for form in forms_of(problem):
             if form is problem or snapshot.serves(form, local):
-                cells.update(dict.fromkeys((form, bucket) for bucket in sorted(found)))
+                cells.update(dict.fromkeys((form, bucket) for bucket in sorted(rows)))
     return list(cells)
 
 
@@ -266,10 +268,10 @@ def fallbacks_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGp
         with contextlib.suppress(Rejected):
             return list(
                 dict.fromkeys(
-                    (one.bundle, index)
+                    (usable.bundle, index)
                     for problem in problems
-                    for one in snapshot.having(problem, local)
-                    for index, variant in snapshot.variants(one.bundle, problem)
+                    for usable in snapshot.having(problem, local)
+                    for index, variant in snapshot.variants(usable.bundle, problem)
                     if variant.alignment == 1 and why_not(variant, problem, local, aligned=False) is None
                 )
             )
@@ -280,12 +282,12 @@ def passes_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGpu) 
     kinds = dict.fromkeys(
         (op, dtype_of(problem.dtype, op)) for op in RowOp if op not in WEIGHT_OPS for problem in problems
     )
-    found = [ranked(snapshot, *kind, local, aligned=aligned)[:1] for kind in kinds for aligned in (True, False)]
-    return list(dict.fromkeys((usable.bundle, index) for row in found for usable, index in row))
+    kernels = [ranked(snapshot, *kind, local, aligned=aligned)[:1] for kind in kinds for aligned in (True, False)]
+    return list(dict.fromkeys((usable.bundle, index) for row in kernels for usable, index in row))
 
 
 def problems_of(view: View) -> list[tuple[Problem, ...]]:
-    """The problems of each usable bundle. Of one where a record is damaged none are, which is told.
+    """The problems of each usable bundle. Of a bundle with a damaged record there are none, which is logged.
 
     Its choices may be whole, and run: dropped here it would run in ranks that preload nothing.
     """
@@ -293,7 +295,7 @@ def problems_of(view: View) -> list[tuple[Problem, ...]]:
 
 
 def _whole(read: Callable[[], tuple[_T, ...]], errors: list[BundleError]) -> tuple[_T, ...]:
-    """What there is to read; nothing, told and noted in ``errors``, where it is damaged."""
+    """The records that ``read`` returns; none if they are damaged, which is logged and added to ``errors``."""
     try:
         return read()
     except BundleError as error:
@@ -320,22 +322,22 @@ def records_of(names: Sequence[str], view: View, weights: str | None = None) -> 
     """
     errors: list[BundleError] = []
     records = [model for usable in view.usable for model in _whole(usable.bundle.models, errors)]
-    known = sorted({model.name for model in records})
+    known_names = sorted({model.name for model in records})
     for name in names:
-        if name not in known:
+        if name not in known_names:
             if errors:  # it may be in there
                 raise errors[0]
-            near = difflib.get_close_matches(name, known, 3, 0.4)
+            near = difflib.get_close_matches(name, known_names, 3, 0.4)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise InputError(
-                f"preload: no usable bundle was built for model {name!r} ({len(known)} models are known){hint}. "
+                f"preload: no usable bundle was built for model {name!r} ({len(known_names)} models are known){hint}. "
                 f"Build it with: aot build --models {name}"
             )
-    found = [model for model in records if model.name in names or model.name.partition(PART)[0] in names]
-    kept = [model for model in found if _is_of(model.dtype, weights)]
+    matching = [model for model in records if model.name in names or model.name.partition(PART)[0] in names]
+    kept = [model for model in matching if _is_of(model.dtype, weights)]
     for name in names:
         if not any(name in (model.name, model.name.partition(PART)[0]) for model in kept):
-            has = ", ".join(dict.fromkeys(model.dtype.value for model in found if model.name == name))
+            has = ", ".join(dict.fromkeys(model.dtype.value for model in matching if model.name == name))
             raise InputError(
                 f"preload: no usable bundle has {name} in {weights} (there is {has}). Build it with: "
                 f'aot build --models "{name} weights={weights}"'
@@ -352,16 +354,19 @@ def turned(problems: Sequence[Problem], layout: Layout | None) -> Iterator[Probl
     if layout is None:
         yield from problems
         return
-    rows = [one for one in problems if one.op is not Op.DW]
-    lie = {one.layout for one in rows}
-    kept = [one for one in rows if one.layout is layout] if layout in lie else rows
-    sizes = {(one.E, one.K, one.N) if layout is Layout.KN else (one.E, one.N, one.K) for one in kept}
-    for one in problems:
-        if one.op is Op.DW:
-            both = (one, one._replace(N=one.K, K=one.N))
+    rows = [problem for problem in problems if problem.op is not Op.DW]
+    lie = {problem.layout for problem in rows}
+    kept = [problem for problem in rows if problem.layout is layout] if layout in lie else rows
+    sizes = {
+        (problem.E, problem.K, problem.N) if layout is Layout.KN else (problem.E, problem.N, problem.K)
+        for problem in kept
+    }
+    for problem in problems:
+        if problem.op is Op.DW:
+            both = (problem, problem._replace(N=problem.K, K=problem.N))
             yield from (each for each in both if not sizes or (each.E, each.N, each.K) in sizes)
-        elif one in kept:
-            yield one._replace(layout=layout)
+        elif problem in kept:
+            yield problem._replace(layout=layout)
 
 
 def rows_of(model: Model, tokens: range | None) -> tuple[int, int]:
@@ -383,7 +388,7 @@ def buckets(rows: tuple[int, int]) -> list[int]:
 
 
 def _rows(problem: Problem, tokens: range | None) -> tuple[int, int]:
-    """As ``rows_of``, where no model says how many experts see a token."""
+    """The fewest and the most rows of a problem's call, if no model says how many experts see a token."""
     if tokens is None:
         return 1, _ROWS
     most = _ends(tokens)[1]

@@ -58,10 +58,10 @@ class LoadedFormat:
     @property
     def scale(self) -> Scale:
         """The part of w that one scale covers."""
-        found = PRECISIONS[self.name].w.scale
-        if found is None:
+        scale = PRECISIONS[self.name].w.scale
+        if scale is None:
             raise AssertionError(f"{self.name} has no scale")
-        return found
+        return scale
 
     @property
     def has_zeros(self) -> bool:
@@ -114,11 +114,11 @@ class LoadedFormat:
             return ExpertWeights.int4(*packed_experts(codes, scale, *zero, group=group))
         return ExpertWeights.int4(codes.view(torch.uint8), scale)
 
-    def made(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
+    def tensors_of(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
         """The tensors of weights by ``ends``."""
         more = weights.zero if weights.global_scale is None else weights.global_scale
         tensors = (weights.codes, weights.scale, more)
-        return {end: one for end, one in zip(self.ends, tensors, strict=False) if one is not None}
+        return {end: tensor for end, tensor in zip(self.ends, tensors, strict=False) if tensor is not None}
 
 
 def scale_of_rows(scale: torch.Tensor, N: int) -> torch.Tensor:

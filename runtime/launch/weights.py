@@ -43,36 +43,42 @@ class RowKernels:
             return False
         if into.global_scale is None:
             return _launch(RowOp.QUANTIZE_WEIGHTS, format, w, prepared=prepared, **_addresses(into))
-        found = self._largest(w)
-        if found is None:
+        largest = self._largest(w)
+        if largest is None:
             return False
         with torch.inference_mode(into.global_scale.is_inference()), torch.no_grad():
-            outer = invertible(quotient(found.view(w.shape[0], -1).amax(1).view(torch.float32), E4M3_MOST * E2M1_MOST))
+            outer = invertible(
+                quotient(largest.view(w.shape[0], -1).amax(1).view(torch.float32), E4M3_MOST * E2M1_MOST)
+            )
             into.global_scale.copy_(outer)
         return _launch(RowOp.QUANTIZE_WEIGHTS, format, w, prepared=prepared, **_addresses(into))
 
-    def dequantise(self, format: str, given: Quantised, w: torch.Tensor, *, prepared: bool) -> bool:
+    def dequantise(self, format: str, weights: Quantised, w: torch.Tensor, *, prepared: bool) -> bool:
         """Write the numbers of all experts' codes to w [E, N, K], which is dense."""
-        if not w.is_contiguous() or not _fits(w, rows=prepared, of_codes=True) or not _are_scales(format, given.scale):
+        if (
+            not w.is_contiguous()
+            or not _fits(w, rows=prepared, of_codes=True)
+            or not _are_scales(format, weights.scale)
+        ):
             return False
-        return _launch(RowOp.DEQUANTIZE_WEIGHTS, format, w, prepared=prepared, **_addresses(given))
+        return _launch(RowOp.DEQUANTIZE_WEIGHTS, format, w, prepared=prepared, **_addresses(weights))
 
     def mover(self, format: str, codes: torch.Tensor) -> writing.Mover | None:
-        """What moves all experts' codes from the checkpoint's layout to the prepared one, or back."""
+        """A function that moves all experts' codes from the checkpoint's layout to the prepared one, or back."""
         launch = _launcher(RowOp.MOVE_CODES, format, codes)
         return None if launch is None else functools.partial(_move, launch, _spec(RowOp.MOVE_CODES, format))
 
     def most(self, w: torch.Tensor) -> torch.Tensor | None:
         """max |w| of all w, float32 []; NaN or infinity if there is one."""
-        found = self._largest(w)
-        return None if found is None else found.amax().view(torch.float32)
+        largest = self._largest(w)
+        return None if largest is None else largest.amax().view(torch.float32)
 
     def _largest(self, w: torch.Tensor) -> torch.Tensor | None:
         """The bits of max |w| of some rows, int32 [programs], those of an expert's after another's."""
         if not _fits(w, rows=False, of_codes=False):
             return None
-        found = torch.empty(tiles(_LARGEST, *w.shape), dtype=torch.int32, device=w.device)
-        return found if _launch(RowOp.LARGEST_WEIGHT, "", w, prepared=False, most=found.data_ptr()) else None
+        largest = torch.empty(tiles(_LARGEST, *w.shape), dtype=torch.int32, device=w.device)
+        return largest if _launch(RowOp.LARGEST_WEIGHT, "", w, prepared=False, most=largest.data_ptr()) else None
 
 
 _LARGEST = RowOpSpec(RowOp.LARGEST_WEIGHT, DType.FP32)
@@ -95,25 +101,25 @@ def _launch(op: RowOp, format: str, w: torch.Tensor, *, prepared: bool, **addres
     E, N, K = w.shape
     flags = KIND_FLAGS[w.dtype] | (PREPARED if prepared else 0)
     numbers = {"M": N, "columns": K, "step_expert": w.stride(0), "step_row": w.stride(1), "flags": flags}
-    every = {"w": w.data_ptr(), "zeros": 0, "outer": 0} | addresses | numbers
+    arguments = {"w": w.data_ptr(), "zeros": 0, "outer": 0} | addresses | numbers
     with on(w.get_device()):
-        launch(tiles(_spec(op, format), E, N, K), current_stream(w.get_device()), every)
+        launch(tiles(_spec(op, format), E, N, K), current_stream(w.get_device()), arguments)
     return True
 
 
-def _move(launch: RowOpLauncher, spec: RowOpSpec, given: torch.Tensor, to: torch.Tensor) -> bool:
+def _move(launch: RowOpLauncher, spec: RowOpSpec, codes: torch.Tensor, to: torch.Tensor) -> bool:
     """Move codes; False where memory is not dense or not aligned."""
-    back = to.dim() < given.dim()
-    words, stored = (given, to) if back else (to, given)
-    aligned = is_aligned(ALIGNMENT_BYTES, given.data_ptr(), to.data_ptr())
-    if not aligned or not given.is_contiguous() or not to.is_contiguous():
+    back = to.dim() < codes.dim()
+    words, stored = (codes, to) if back else (to, codes)
+    aligned = is_aligned(ALIGNMENT_BYTES, codes.data_ptr(), to.data_ptr())
+    if not aligned or not codes.is_contiguous() or not to.is_contiguous():
         return False
     E, row_blocks, blocks = words.shape[:3]
     N, K = row_blocks * _BLOCK, blocks * _BLOCK
     addresses = {"stored": stored.data_ptr(), "words": words.data_ptr()}
     numbers = {"M": N, "columns": K, "flags": BACK if back else 0}
-    with on(given.get_device()):
-        launch(tiles(spec, E, N, K), current_stream(given.get_device()), addresses | numbers)
+    with on(codes.get_device()):
+        launch(tiles(spec, E, N, K), current_stream(codes.get_device()), addresses | numbers)
     return True
 
 
@@ -134,7 +140,7 @@ def _are_scales(format: str, scale: torch.Tensor) -> bool:
 def _addresses(of: Quantised) -> dict[str, int]:
     """Where the tensors of weights begin, by the kernels' names."""
     names = ("words", "scales", "zeros", "outer")
-    return {name: one.data_ptr() for name, one in zip(names, of, strict=True) if one is not None}
+    return {name: tensor.data_ptr() for name, tensor in zip(names, of, strict=True) if tensor is not None}
 
 
 writing.kernels = RowKernels()

@@ -17,8 +17,8 @@ from ...artifacts.names import printable
 from ...artifacts.tuples import NamedTuple
 from . import packings, quantization
 from .codes import Quantised, cat
-from .given import repeated, told
 from .packings import Int4, Suffixes, bad
+from .validate import described, repeated
 
 _GATE, _UP, _BOTH, _DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("gate_up_proj",), ("down_proj", "w2")
 _PART = {**dict.fromkeys((*_GATE, *_UP, *_BOTH), "gate_up"), **dict.fromkeys(_DOWN, "down")}
@@ -231,7 +231,9 @@ def _beside(parts: list[Quantised], format: str) -> Quantised:
     for part in parts[1:]:
         for name, mine, other in zip(Quantised._fields, first, part, strict=True):
             if _form(mine, name, format) != _form(other, name, format):
-                raise bad(f"{name} of gate and up", " and ".join(map(told, (mine, other))), "alike, but for their rows")
+                raise bad(
+                    f"{name} of gate and up", " and ".join(map(described, (mine, other))), "alike, but for their rows"
+                )
     if format == "fp8_block" and first.codes.shape[-2] % packings.BLOCK:
         raise bad(
             "gate",

@@ -1,4 +1,4 @@
-"""What codes and scales say: e4m3, e2m1, int4 and e8m0 to float32 and back. Of one matrix, or of several stacked.
+"""Converts codes and scales, e4m3, e2m1, int4 and e8m0, to float32 and back: of one matrix, or of several stacked.
 
 Sources: OCP Microscaling Formats 1.0 for e2m1, e8m0, mxfp4 and mxfp8; e4m3 is torch.float8_e4m3fn.
 """
@@ -14,7 +14,7 @@ E4M3_MOST, E2M1_MOST = 448.0, 6.0
 E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # torch 2.7 and later
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MOST_LOG2 = {"e2m1": 2, "e4m3": 8}  # of 6 and of 448, rounded down
-_INT4_ZERO = 8  # where no zero point is told
+_INT4_ZERO = 8  # without zero points
 _LEAST = 2.0**-126  # scale: the inverse of a smaller one is infinite
 
 
@@ -41,7 +41,7 @@ def cat(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
     """torch.cat; of float8 as bytes, for not every torch can."""
     if parts[0].dtype is not torch.float8_e4m3fn:
         return torch.cat(parts, dim)
-    return torch.cat([one.view(torch.uint8) for one in parts], dim).view(torch.float8_e4m3fn)
+    return torch.cat([part.view(torch.uint8) for part in parts], dim).view(torch.float8_e4m3fn)
 
 
 def e8m0(scale: torch.Tensor) -> torch.Tensor:
@@ -51,40 +51,40 @@ def e8m0(scale: torch.Tensor) -> torch.Tensor:
     return value.view(torch.float32).masked_fill(bits == 255, float("nan"))
 
 
-def values(format: str, one: Quantised) -> torch.Tensor:
+def values(format: str, matrix: Quantised) -> torch.Tensor:
     """(code - zero) * (scale * global_scale) of one matrix, [N, K] in float32: each operation is rounded to it."""
     elements = PRECISIONS[format].w
     scale = elements.scale
     if scale is None:
         raise AssertionError(f"{format} has no scale")
-    found = _numbers(elements, one)
-    factor = e8m0(one.scale) if scale.name == "e8m0" else one.scale.float()
-    if one.global_scale is not None:
-        factor = factor * one.global_scale
-    return found.mul_(spread(factor, scale, *found.shape[-2:]))
+    numbers = _numbers(elements, matrix)
+    factor = e8m0(matrix.scale) if scale.name == "e8m0" else matrix.scale.float()
+    if matrix.global_scale is not None:
+        factor = factor * matrix.global_scale
+    return numbers.mul_(spread(factor, scale, *numbers.shape[-2:]))
 
 
-def _numbers(elements: Elements, one: Quantised) -> torch.Tensor:
-    """What the codes are without a scale, in float32."""
-    codes, zero = one.codes, one.zero
+def _numbers(elements: Elements, matrix: Quantised) -> torch.Tensor:
+    """The numbers of codes before they are scaled, in float32."""
+    codes, zero = matrix.codes, matrix.zero
     if elements.bits == 8:
         return codes.float()
     if elements.name == "e2m1":
         table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes.device)
         pairs = torch.stack((table.repeat(16), table.repeat_interleave(16)), 1)  # of each byte
         return torch.nn.functional.embedding(codes.int(), pairs).flatten(-2)
-    found = unpack(codes).float()
+    numbers = unpack(codes).float()
     if zero is None or elements.scale is None:
-        return found.sub_(_INT4_ZERO)
-    return found.sub_(spread(zero.float(), elements.scale, *found.shape[-2:]))
+        return numbers.sub_(_INT4_ZERO)
+    return numbers.sub_(spread(zero.float(), elements.scale, *numbers.shape[-2:]))
 
 
 def spread(factor: torch.Tensor, scale: Scale, N: int, K: int) -> torch.Tensor:
     """A scale for each of [N, K] elements, or what broadcasts to it."""
     if not scale.columns:  # one a row
         return factor[..., None]
-    found = factor.repeat_interleave(scale.columns, -1)[..., :K]
-    return found if scale.rows == 1 else found.repeat_interleave(scale.rows, -2)[..., :N, :]
+    wide = factor.repeat_interleave(scale.columns, -1)[..., :K]
+    return wide if scale.rows == 1 else wide.repeat_interleave(scale.rows, -2)[..., :N, :]
 
 
 def quantise(format: str, w: torch.Tensor, scale_dtype: torch.dtype = torch.bfloat16) -> Quantised:
@@ -174,6 +174,6 @@ def _int4(w: torch.Tensor, scale: Scale, low: torch.Tensor, high: torch.Tensor, 
     factor = invertible(factor.to(torch.bfloat16).to(scale_dtype))
     inverse = factor.float().reciprocal()
     zero = torch.round(-low * inverse).clamp_(0, 15) if scale.zero_bits else torch.full_like(low, _INT4_ZERO)
-    shift, each = (spread(one, scale, *w.shape) for one in (zero, inverse))
+    shift, each = (spread(block, scale, *w.shape) for block in (zero, inverse))
     code = (torch.round(w * each) + shift).clamp_(0, 15).to(torch.uint8)
     return Quantised(pack(code), factor, zero.to(torch.uint8) if scale.zero_bits else None)

@@ -12,18 +12,18 @@ import torch
 from ...artifacts.errors import InputError
 from ...artifacts.records.precision import PRECISIONS, DType, Precision, dtypes_of
 from ..locks import lock
-from .given import (
+from .validate import (
     as_bytes,
     bad,
     check_finite,
     check_flag,
+    described,
     fit,
     flat,
     has_nan,
     of_dtype,
     overlap,
     place_of_nan,
-    told,
 )
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class ExpertWeights:
         """w = (code - zero) * scale in groups of 32, 64 or 128 of K; zero is 8 where it is None.
 
         codes [E, N, K/2] uint8, the low nibble first; scale [E, N, ceil(K/group)] bfloat16, float16 or float32; zero
-        uint8 in scale's shape. The group is told by the shapes.
+        uint8 in scale's shape. The shapes decide the group.
         """
         return checked(cls(int4_format(codes, scale, zero), codes, scale, zero))
 
@@ -179,8 +179,8 @@ class ExpertWeights:
 
         if quantize_x is not None:
             check_flag("quantize_x", quantize_x, " or None")
-        format, found = checkpoints.read(tensors, quantization_config, part, quantize_x)
-        return checked(cls(format if format != "int4" else int4_format(*found[:3]), *found))
+        format, parts = checkpoints.read(tensors, quantization_config, part, quantize_x)
+        return checked(cls(format if format != "int4" else int4_format(*parts[:3]), *parts))
 
     @classmethod
     def quantize(
@@ -220,21 +220,21 @@ class ExpertWeights:
         if check and not w.is_meta:
             writing.check_numbers(format, w, torch.bfloat16, prepared=False)
         E, N, K = w.shape
-        made = writing.empty(format, E, N, K, w.device)
+        tensors = writing.empty(format, E, N, K, w.device)
         if not w.is_meta:
-            writing.quantise_into(format, made, w, prepared=False)
-        weights = cls(format, *made)
+            writing.quantise_into(format, tensors, w, prepared=False)
+        weights = cls(format, *tensors)
         return checked(weights) if check else weights
 
     @classmethod
     def from_state_dict(cls, format: str, state: Mapping[str, torch.Tensor]) -> ExpertWeights:
-        """What ``state_dict`` gave, with ``format``."""
-        given = dict(state)
-        number = torch.as_tensor(given.pop("order", torch.zeros(())))
+        """The weights of a state that ``state_dict`` returned, with ``format``."""
+        tensors = dict(state)
+        number = torch.as_tensor(tensors.pop("order", torch.zeros(())))
         if number.dtype is torch.bool or number.dim():
-            raise bad("order", told(number), "a number, as state_dict has it")
+            raise bad("order", described(number), "a number, as state_dict has it")
         try:
-            weights = cls(format, **given)
+            weights = cls(format, **tensors)
         except TypeError:
             raise bad(
                 "the state",
@@ -297,8 +297,8 @@ class ExpertWeights:
         w = torch.empty((E, N, K), dtype=dtype, device=self.device)
         if self._has_own_scales and writing.by_kernel(self.format, self._quantised, w, prepared=self.is_prepared):
             return w
-        for one in range(E):
-            w[one] = self._values(one)
+        for e in range(E):
+            w[e] = self._values(e)
         return w
 
     @property
@@ -330,9 +330,9 @@ class ExpertWeights:
 
         move = writing.mover(self.format, self.__dict__.get("codes"))  # before the lock: to find it may test code
         with lock("prepare"):
-            known: ExpertWeights | None = self.__dict__.get("_prepared")
-            if known is not None:
-                return known
+            earlier: ExpertWeights | None = self.__dict__.get("_prepared")
+            if earlier is not None:
+                return earlier
             order = _orders().get(self.format)
             if order is None or self.is_prepared:
                 return self
@@ -348,15 +348,15 @@ class ExpertWeights:
                 moves = order.prepared_scale is not None and order.moves(self.scale)
                 scale = writing.prepared_scale(self.format, self.scale) if moves else self.scale
                 zero = None if self.zero is None else writing.prepared_scale(self.format, self.zero)
-            made = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
-            _ = made.kernel_scale  # made now: not in a graph capture
-            released, self.__dict__ = self.__dict__, {"format": self.format, "_prepared": made}
+            prepared = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
+            _ = prepared.kernel_scale  # made now: not in a graph capture
+            released, self.__dict__ = self.__dict__, {"format": self.format, "_prepared": prepared}
             synchronize(codes)  # and calls that read the released tensors are over before their memory is used again
             del released
-            return made
+            return prepared
 
     def prepare_in_place(self) -> ExpertWeights:
-        """As ``prepare``, in the memory of these tensors: for who owns them alone and has no room for one more.
+        """Prepare the weights in the memory of these tensors, if nobody else uses them and there is no room for a copy.
 
         Their dtypes and shapes stay, and what is in them is no longer what these say.
         """
@@ -366,7 +366,7 @@ class ExpertWeights:
         return self._rewritten(moved=order.prepared_scale is not None and order.moves(self.scale))
 
     def restore_in_place(self) -> ExpertWeights:
-        """As ``restore``, in the memory of these tensors."""
+        """Restore the checkpoint's layout in the memory of these tensors."""
         if not self.is_prepared:
             return self
         return self._rewritten(moved=_moved(_order_of(self), self.scale))
@@ -389,11 +389,11 @@ class ExpertWeights:
             codes = rewrite(codes, *of_codes)
             scale = rewrite(scale, *of_scale) if moved else scale
             zero = None if zero is None else rewrite(zero, *of_scale)
-            made = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
-            if made.is_prepared:
-                _ = made.kernel_scale
+            rewritten = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
+            if rewritten.is_prepared:
+                _ = rewritten.kernel_scale
         synchronize(codes)
-        return made
+        return rewritten
 
     def restore(self) -> ExpertWeights:
         """Return these weights in the checkpoint's layout, bit for bit: a copy of prepared ones, which stay usable."""
@@ -441,8 +441,10 @@ class ExpertWeights:
             raise bad("copy_'s argument", "on meta, without numbers", "weights on a device")
         if self.scale.dtype is not other.scale.dtype:
             raise bad("scale", f"{other.scale.dtype}", f"{self.scale.dtype}, as these weights have it")
-        given = other.tensors()
-        if any(mine.dim() != given[name].dim() and overlap(mine, given[name]) for name, mine in self.tensors().items()):
+        tensors = other.tensors()
+        if any(
+            mine.dim() != tensors[name].dim() and overlap(mine, tensors[name]) for name, mine in self.tensors().items()
+        ):
             raise bad("copy_'s argument", "in the memory of these weights", "prepare_in_place() or restore_in_place()")
         captured = is_captured(other.codes) or is_captured(self.codes)
         if check and self.is_prepared and captured and not other.is_prepared:
@@ -451,9 +453,9 @@ class ExpertWeights:
             _check_numbers(other, codes=not other.is_prepared)  # those of prepared codes were looked at
         for name, mine in self.tensors().items():
             if name == "codes":
-                writing.move_codes(self.format, given[name], mine, writing.mover(self.format, mine))
+                writing.move_codes(self.format, tensors[name], mine, writing.mover(self.format, mine))
             else:
-                writing.move_scale(self.format, given[name], mine)
+                writing.move_scale(self.format, tensors[name], mine)
         if self.derived is not None:
             self._derive(anew=True)
         return self
@@ -531,22 +533,22 @@ class ExpertWeights:
             if self.derived is not None and not anew and self._is_current():
                 return self.derived
             source = self.scale, version_of(self.scale)
-            known = self.derived is not None
-            if known and not anew and self.is_prepared and not _order_of(self).room(self.scale):
+            was_derived = self.derived is not None
+            if was_derived and not anew and self.is_prepared and not _order_of(self).room(self.scale):
                 raise bad("scale", "too large for prepared codes", _MOST_SCALES)
             capturing = is_captured(self.scale)
             with torch.inference_mode(self.derived is not None and self.derived.is_inference()), torch.no_grad():
-                made = self.derived_now()
-                if made is None or (capturing and self.derived is None):
-                    return made  # in a capture: a part of the graph
+                scales = self.derived_now()
+                if scales is None or (capturing and self.derived is None):
+                    return scales  # in a capture: a part of the graph
                 if self.derived is not None:
-                    self.derived.copy_(made)
+                    self.derived.copy_(scales)
             if not capturing:  # else the next call writes it again
-                if not (known and anew):
-                    synchronize(made)  # before a thread on another stream can see it
+                if not (was_derived and anew):
+                    synchronize(scales)  # before a thread on another stream can see it
                 self._derived_of = source
             if self.derived is None:
-                self.derived = made
+                self.derived = scales
             return self.derived
 
     def _is_current(self) -> bool:
@@ -555,7 +557,7 @@ class ExpertWeights:
 
     @property
     def kernel_dtypes(self) -> tuple[DType, ...]:
-        """What a bundle's problems with these weights can be of: ``precision.dtypes_of``."""
+        """The dtypes that a bundle's problems with these weights can have: ``precision.dtypes_of``."""
         return dtypes_of(self.format)
 
     @property
@@ -564,12 +566,12 @@ class ExpertWeights:
         return self.scale if self.scale.dim() == 2 else self.global_scale
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> ExpertWeights:
-        """The same on another device; itself if it is there. InputError for a dtype: a format has its own."""
+        """The weights on a device, themselves if they are there. InputError for a dtype: a format has its own."""
         if not isinstance(device, (torch.device, str, int)):
             raise bad("the argument of to()", repr(device), "a device")
         if self.codes.to(device, non_blocking=non_blocking) is self.codes:
             return self
-        moved = {name: one.to(device, non_blocking=non_blocking) for name, one in self.tensors().items()}
+        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors().items()}
         there = ExpertWeights(self.format, **moved)
         if there.is_prepared:
             _ = there.kernel_scale  # made now: not in a graph capture
@@ -577,21 +579,21 @@ class ExpertWeights:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that there are, by the names of the attributes."""
-        every = {"codes": self.codes, "scale": self.scale, "zero": self.zero, "global_scale": self.global_scale}
-        return {name: one for name, one in every.items() if one is not None}
+        attributes = {"codes": self.codes, "scale": self.scale, "zero": self.zero, "global_scale": self.global_scale}
+        return {name: tensor for name, tensor in attributes.items() if tensor is not None}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """``tensors()``, and the number of the layout of the codes as ``order``: what to save beside ``format``."""
         return {**self.tensors(), "order": torch.tensor(self.order)}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or pickle keeps: float8 as bytes, for torch can't pickle it by itself.
+        """The state of a copy or pickle: float8 as bytes, for torch can't pickle it by itself.
 
         Not what is made of scales for this version's kernels: another version's may read it in another way.
         """
         kept: dict[str, Any] = {"format": self.format, "zero": None, "global_scale": None, "order": self.order}
-        for name, one in self.tensors().items():
-            kept[name] = one.view(torch.uint8) if one.dtype is torch.float8_e4m3fn else one
+        for name, tensor in self.tensors().items():
+            kept[name] = tensor.view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor
         return kept
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
@@ -639,11 +641,11 @@ class ExpertWeights:
     def _check_order(self, number: int) -> None:
         """Raise InputError where the codes are not in the layout that a saved state says."""
         if number != self.order:
-            known = _orders().get(self.format)
-            knows = "0" if known is None else f"0 or {known.number}"
+            order = _orders().get(self.format)
+            knows = "0" if order is None else f"0 or {order.number}"
             raise bad(
                 "order",
-                f"{number} with codes {told(self.codes)}",
+                f"{number} with codes {described(self.codes)}",
                 f"one that this version knows for {self.format}, {knows}, and codes of its shape",
             )
 
@@ -652,7 +654,7 @@ class ExpertWeights:
         from .codes import Quantised, values
 
         codes, scale = self.codes[expert], self.scale[expert]
-        zero, outer = (None if one is None else one[expert] for one in (self.zero, self.global_scale))
+        zero, outer = (None if tensor is None else tensor[expert] for tensor in (self.zero, self.global_scale))
         if self.is_prepared:
             order = _order_of(self)
             codes = order.stored(codes)
@@ -674,10 +676,10 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def synchronize(made: torch.Tensor) -> None:
+def synchronize(tensor: torch.Tensor) -> None:
     """Wait until a new tensor is whole, so that any stream may read it; in a graph capture there is nothing to do."""
-    if made.is_cuda and not is_captured(made):
-        torch.cuda.synchronize(made.device)
+    if tensor.is_cuda and not is_captured(tensor):
+        torch.cuda.synchronize(tensor.device)
 
 
 def is_captured(tensor: torch.Tensor) -> bool:
@@ -702,7 +704,7 @@ def _order_of(weights: ExpertWeights) -> CodeOrder:
     if order is None:
         raise bad(
             "codes",
-            f"{told(weights.codes)}, as of prepared codes",
+            f"{described(weights.codes)}, as of prepared codes",
             f"those of a checkpoint: {weights.format} has no prepared layout",
         )
     return order
@@ -711,16 +713,16 @@ def _order_of(weights: ExpertWeights) -> CodeOrder:
 def _precision(format: str) -> Precision:
     precision = PRECISIONS.get(format) if isinstance(format, str) else None
     if precision is None or not precision.quantised:
-        known = ", ".join(name for name, one in PRECISIONS.items() if one.quantised)
-        raise bad("format", repr(format), f"one of {known}")
+        formats = ", ".join(name for name, row in PRECISIONS.items() if row.quantised)
+        raise bad("format", repr(format), f"one of {formats}")
     return precision
 
 
 def int4_format(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> str:
     """The name of the group that the shapes tell; where one group is all, of the smallest that holds it."""
-    for name, one in (("codes", codes), ("scale", scale)):
-        if not isinstance(one, torch.Tensor) or one.dim() != 3:
-            raise bad(name, told(one), "[E, N, K/2] uint8" if name == "codes" else "[E, N, ceil(K/group)]")
+    for name, tensor in (("codes", codes), ("scale", scale)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
+            raise bad(name, described(tensor), "[E, N, K/2] uint8" if name == "codes" else "[E, N, ceil(K/group)]")
     K, groups = codes.shape[2] * 2, scale.shape[2]
     for group in _GROUPS:
         if -(-K // group) == groups:
@@ -757,10 +759,12 @@ def checked(weights: ExpertWeights) -> ExpertWeights:
         fit("zero", of_dtype("zero", weights.zero, (dtype,)), prepared, codes)
     if scale.outer is not None:
         fit("global_scale", of_dtype("global_scale", weights.global_scale, (torch.float32,)), (E,), codes)
-    for name, one in weights.tensors().items():
-        if not one.is_contiguous():
-            raise bad(name, f"with strides {list(one.stride())}", "contiguous (it is never copied): pass .contiguous()")
-        setattr(weights, name, one.detach())
+    for name, tensor in weights.tensors().items():
+        if not tensor.is_contiguous():
+            raise bad(
+                name, f"with strides {list(tensor.stride())}", "contiguous (it is never copied): pass .contiguous()"
+            )
+        setattr(weights, name, tensor.detach())
     if weights.codes.is_meta:
         return weights
     if not weights.is_prepared:
@@ -818,13 +822,13 @@ def _check_prepared(weights: ExpertWeights) -> None:
     if len(shape) != 6 or shape[3:] != (64, 4, words) or not weights.codes.numel():
         raise bad(
             "codes",
-            told(weights.codes),
+            described(weights.codes),
             f"int32 [E, N/64, K/64, 64, 4, {words}] of prepared weights, or those of a checkpoint",
         )
     if isinstance(weights.scale, torch.Tensor) and order.moves(weights.scale) and weights.scale.dim() == 3:
         raise bad(
             "scale",
-            f"{told(weights.scale)}, in the checkpoint's layout",
+            f"{described(weights.scale)}, in the checkpoint's layout",
             "that of the codes, which are prepared: use both from one source",
         )
 

@@ -101,13 +101,13 @@ def rewriting() -> Iterator[Callable[[torch.Tensor, _Move, _Move], torch.Tensor]
     """
     done: list[tuple[torch.Tensor, torch.Tensor, _Move]] = []
 
-    def rewrite(given: torch.Tensor, move: _Move, back: _Move) -> torch.Tensor:
-        many = max(1, _CHUNK_BYTES // (given[0].numel() * given.element_size()))
-        made = move(given[:many])
-        whole = given.flatten(1).view(torch.uint8).view(made.dtype).view(given.shape[0], *made.shape[1:])
-        for first in range(0, given.shape[0], many):
-            before, after = given[first : first + many], whole[first : first + many]
-            _overwrite(after, move(before) if first else made)
+    def rewrite(tensor: torch.Tensor, move: _Move, back: _Move) -> torch.Tensor:
+        many = max(1, _CHUNK_BYTES // (tensor[0].numel() * tensor.element_size()))
+        moved = move(tensor[:many])
+        whole = tensor.flatten(1).view(torch.uint8).view(moved.dtype).view(tensor.shape[0], *moved.shape[1:])
+        for first in range(0, tensor.shape[0], many):
+            before, after = tensor[first : first + many], whole[first : first + many]
+            _overwrite(after, move(before) if first else moved)
             done.append((before, after, back))
         return whole
 
@@ -119,10 +119,10 @@ def rewriting() -> Iterator[Callable[[torch.Tensor, _Move, _Move], torch.Tensor]
         raise
 
 
-def _overwrite(to: torch.Tensor, made: torch.Tensor) -> None:
+def _overwrite(to: torch.Tensor, source: torch.Tensor) -> None:
     """Copy ``made``, unless it is this memory in another shape: where K is one block, scales stay as they are."""
-    if made.data_ptr() != to.data_ptr():
-        to.copy_(made)
+    if source.data_ptr() != to.data_ptr():
+        to.copy_(source)
 
 
 def _codes(name: str) -> tuple[_Move, _Move]:
@@ -155,12 +155,12 @@ def _codes(name: str) -> tuple[_Move, _Move]:
         if not four:
             halves = halves[:, :, row, exchanged]
         wide = halves.to(torch.int32)
-        found = torch.zeros((*wide.shape, per_half), dtype=torch.uint8, device=blocks.device)
+        numbers = torch.zeros((*wide.shape, per_half), dtype=torch.uint8, device=blocks.device)
         for i, parts in enumerate(places):
             for mask, shift in parts:
-                found[..., i] |= ((wide >> shift) & mask).to(torch.uint8)
+                numbers[..., i] |= ((wide >> shift) & mask).to(torch.uint8)
         # [nb, kb, row, c, word, p, i] -> [nb, row, kb, word, i, c, p]
-        flat = found.permute(0, 2, 1, 4, 6, 3, 5).reshape(rows, K)
+        flat = numbers.permute(0, 2, 1, 4, 6, 3, 5).reshape(rows, K)
         return (pack(flat) if four else flat).view(dtype)
 
     return prepared, stored
@@ -232,9 +232,9 @@ def _of_blocks(scale: torch.Tensor) -> torch.Tensor:
     return eight.repeat_interleave(2, 1).repeat_interleave(2, 2).contiguous()
 
 
-def _whole(one: Quantised, rows: int, columns: int) -> bool:
-    N, width = one.codes.shape[-2:]
-    K = width * 2 if one.codes.dtype is torch.uint8 else width
+def _whole(weights: Quantised, rows: int, columns: int) -> bool:
+    N, width = weights.codes.shape[-2:]
+    K = width * 2 if weights.codes.dtype is torch.uint8 else width
     return N % rows == 0 and K % columns == 0
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.tuples import NamedTuple
-from . import given
+from . import validate
 from .codes import E8M0, Quantised, e8m0, pack, unpack
 
 BLOCK = 128  # of fp8
@@ -106,9 +106,9 @@ def fp8_scale(scale: torch.Tensor, *, ue8m0: bool = False) -> torch.Tensor:
         return scale.float()
     if scale.dtype not in _INTEGERS or not ue8m0:
         wanted = "a floating-point type or e8m0 bytes" + ("" if ue8m0 else " (no scale_fmt of the config says ue8m0)")
-        raise given.bad("the scale of fp8 codes", str(scale.dtype), wanted)
+        raise validate.bad("the scale of fp8 codes", str(scale.dtype), wanted)
     if not scale.is_meta and bool(((scale < 0) | (scale > _E8M0_MOST)).any()):
-        raise given.bad(
+        raise validate.bad(
             "the scale of fp8 codes",
             f"{scale.dtype} from {int(scale.min())} to {int(scale.max())}",
             f"an e8m0 byte in each, 0 to {_E8M0_MOST}",

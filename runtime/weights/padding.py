@@ -11,7 +11,7 @@ import torch
 from ...artifacts.records.precision import Elements, Scale
 from .codes import pack
 from .expert_weights import ExpertWeights
-from .given import bad
+from .validate import bad
 
 _ZERO = 8  # of int4 codes, where there are no zero points
 _ONE = {"e8m0": 127}  # the scale 1, as its code

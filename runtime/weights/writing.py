@@ -13,8 +13,8 @@ import torch
 
 from ...artifacts.records.precision import PRECISIONS
 from .codes import Quantised, quantise
-from .given import bad, repeated, told
 from .order import ORDERS, PREPARED_DIMS, ZERO
+from .validate import bad, described, repeated
 
 _SCALES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 _FP16_SCALE = 65504.0 * 7  # |w| of int4 whose scale fp16 has
@@ -30,9 +30,9 @@ class WriteKernels(Protocol):
         """Quantise w [E, N, K] into all experts' tensors."""
 
     def mover(self, format: str, codes: torch.Tensor) -> Mover | None:
-        """What moves all experts' codes from the checkpoint's layout to the prepared one, or back."""
+        """A function that moves all experts' codes from the checkpoint's layout to the prepared one, or back."""
 
-    def dequantise(self, format: str, given: Quantised, w: torch.Tensor, *, prepared: bool) -> bool:
+    def dequantise(self, format: str, weights: Quantised, w: torch.Tensor, *, prepared: bool) -> bool:
         """Write the numbers of all experts' codes to w [E, N, K]."""
 
     def most(self, w: torch.Tensor) -> torch.Tensor | None:
@@ -68,17 +68,17 @@ def check_plain(format: str, w: object, shape: torch.Size | None = None) -> torc
         memory.
     """
     if not isinstance(w, torch.Tensor) or w.dim() != 3 or not w.is_floating_point() or not w.numel():
-        raise bad("w", told(w), "[E, N, K] of a floating-point type, E, N and K of at least 1")
+        raise bad("w", described(w), "[E, N, K] of a floating-point type, E, N and K of at least 1")
     if hasattr(type(w), "__tensor_flatten__"):
         raise bad("w", f"a {type(w).__name__}", "a tensor with memory of its own: of a DTensor pass full_tensor()")
     if shape is not None and w.shape != shape:
-        raise bad("w", told(w), f"{list(shape)}, as the weights that are written have it")
+        raise bad("w", described(w), f"{list(shape)}, as the weights that are written have it")
     if shape is not None and w.is_meta:
         raise bad("w", "on meta, without numbers", "a tensor on a device")
     if w.layout is torch.strided and repeated(w):
         raise bad("w", f"with strides {list(w.stride())}, which repeats elements", "memory for each of them")
     if PRECISIONS[format].w.bits == 4 and w.shape[2] % 2:
-        raise bad("w", told(w), "an even K: two codes share a byte")
+        raise bad("w", described(w), "an even K: two codes share a byte")
     return w.detach()
 
 
@@ -91,10 +91,10 @@ def check_numbers(format: str, w: torch.Tensor, scale_dtype: torch.dtype, *, pre
         for NaN, infinity, and a number whose scale would be too large for kernels of prepared weights or for fp16.
     """
     with torch.no_grad():
-        found = kernels.most(w) if kernels is not None and w.is_cuda else None
-        if found is None:
-            found = torch.stack([torch.stack(of_expert.aminmax()).abs().amax() for of_expert in w]).amax()
-    most = float(found.float())  # of float64, too
+        largest = kernels.most(w) if kernels is not None and w.is_cuda else None
+        if largest is None:
+            largest = torch.stack([torch.stack(of_expert.aminmax()).abs().amax() for of_expert in w]).amax()
+    most = float(largest.float())  # of float64, too
     if not most < float("inf"):
         raise bad("w", "NaN or infinite in places", "finite numbers")
     scale = PRECISIONS[format].w.scale
@@ -112,8 +112,8 @@ def quantise_into(format: str, into: Quantised, w: torch.Tensor, *, prepared: bo
     """Quantise w [E, N, K] into the tensors of weights in either layout; ``by_torch`` with no kernel."""
     on_gpu = w.is_cuda and w.device == into.codes.device and not by_torch
     if kernels is not None and on_gpu and kernels.quantise(format, into, w, prepared=prepared):
-        for one in into:
-            _written(one)
+        for tensor in into:
+            _written(tensor)
         return
     moves: list[Callable[[torch.Tensor], torch.Tensor] | None] = [None] * len(into)
     if prepared:
@@ -121,11 +121,11 @@ def quantise_into(format: str, into: Quantised, w: torch.Tensor, *, prepared: bo
         of_scale = order.prepared_scale if into.scale.dim() == PREPARED_DIMS - 1 else None  # another dtype's stay
         moves = [order.prepared, of_scale, order.prepared_zero, None]
     for expert, of_expert in enumerate(w):
-        made = quantise(format, of_expert.to(into.codes.device), into.scale.dtype)
-        for to, one, move in zip(into, made, moves, strict=True):
-            if to is not None and one is not None:
+        quantised = quantise(format, of_expert.to(into.codes.device), into.scale.dtype)
+        for to, part, move in zip(into, quantised, moves, strict=True):
+            if to is not None and part is not None:
                 with torch.inference_mode(to.is_inference()), torch.no_grad():
-                    to[expert].copy_(one if move is None else move(one))
+                    to[expert].copy_(part if move is None else move(part))
 
 
 def _written(tensor: torch.Tensor | None) -> None:
@@ -134,9 +134,9 @@ def _written(tensor: torch.Tensor | None) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-def by_kernel(format: str, given: Quantised, w: torch.Tensor, *, prepared: bool) -> bool:
+def by_kernel(format: str, weights: Quantised, w: torch.Tensor, *, prepared: bool) -> bool:
     """Write the numbers of weights to w [E, N, K], if a kernel does."""
-    return kernels is not None and w.is_cuda and kernels.dequantise(format, given, w, prepared=prepared)
+    return kernels is not None and w.is_cuda and kernels.dequantise(format, weights, w, prepared=prepared)
 
 
 def mover(format: str, codes: torch.Tensor | None) -> Mover | None:
@@ -144,36 +144,36 @@ def mover(format: str, codes: torch.Tensor | None) -> Mover | None:
     return None if kernels is None or codes is None or not codes.is_cuda else kernels.mover(format, codes)
 
 
-def move_codes(format: str, given: torch.Tensor, to: torch.Tensor, by: Mover | None = None) -> None:
+def move_codes(format: str, codes: torch.Tensor, to: torch.Tensor, by: Mover | None = None) -> None:
     """Copy codes to memory in either layout, on any device; on one by a kernel, if there is one."""
     order = ORDERS.get(format)
-    back = to.dim() < given.dim()
-    move = None if order is None or to.dim() == given.dim() else order.stored if back else order.prepared
+    back = to.dim() < codes.dim()
+    move = None if order is None or to.dim() == codes.dim() else order.stored if back else order.prepared
     with torch.inference_mode(to.is_inference()), torch.no_grad():
         if move is None:
-            to.copy_(given)
+            to.copy_(codes)
             return
-        if by is not None and given.device == to.device and by(given, to):
+        if by is not None and codes.device == to.device and by(codes, to):
             _written(to)
             return
         for expert in range(to.shape[0]):
-            to[expert].copy_(move(given[expert].to(to.device)))
+            to[expert].copy_(move(codes[expert].to(to.device)))
 
 
-def move_scale(format: str, given: torch.Tensor, to: torch.Tensor) -> None:
+def move_scale(format: str, scale: torch.Tensor, to: torch.Tensor) -> None:
     """Copy scales or zero points to memory in either layout, on any device: in one permuted copy."""
     with torch.inference_mode(to.is_inference()), torch.no_grad():
-        if to.dim() == given.dim() or to.dim() < 3:
-            to.copy_(given)
-        elif to.device != given.device:
+        if to.dim() == scale.dim() or to.dim() < 3:
+            to.copy_(scale)
+        elif to.device != scale.device:
             for expert in range(to.shape[0]):
-                move_scale(format, given[expert : expert + 1].to(to.device), to[expert : expert + 1])
+                move_scale(format, scale[expert : expert + 1].to(to.device), to[expert : expert + 1])
         elif to.dim() == PREPARED_DIMS - 1:
-            bytes_of(to).copy_(_by_blocks(given, to))
+            bytes_of(to).copy_(_by_blocks(scale, to))
             if to.dtype is torch.int8:
                 to.sub_(ZERO)
         else:
-            _by_blocks(to, given).copy_(bytes_of(given + ZERO if given.dtype is torch.int8 else given))
+            _by_blocks(to, scale).copy_(bytes_of(scale + ZERO if scale.dtype is torch.int8 else scale))
 
 
 def bytes_of(scale: torch.Tensor) -> torch.Tensor:
@@ -193,18 +193,18 @@ def prepared_scale(format: str, scale: torch.Tensor) -> torch.Tensor:
     of = PRECISIONS[format].w.scale
     groups = max(1, 64 // (of.columns if of is not None else 64))
     dtype = torch.int8 if of is not None and of.zero_bits and scale.dtype is torch.uint8 else scale.dtype
-    made = torch.empty((E, N // 64, width // groups, 64, groups), dtype=dtype, device=scale.device)
-    move_scale(format, scale, made)
-    return made
+    out = torch.empty((E, N // 64, width // groups, 64, groups), dtype=dtype, device=scale.device)
+    move_scale(format, scale, out)
+    return out
 
 
 def stored_scale(format: str, scale: torch.Tensor) -> torch.Tensor:
     """Prepared scales or zero points in the checkpoint's layout, in new memory."""
     E, row_blocks, column_blocks, rows, groups = scale.shape
     dtype = torch.uint8 if scale.dtype is torch.int8 else scale.dtype
-    made = torch.empty((E, row_blocks * rows, column_blocks * groups), dtype=dtype, device=scale.device)
-    move_scale(format, scale, made)
-    return made
+    out = torch.empty((E, row_blocks * rows, column_blocks * groups), dtype=dtype, device=scale.device)
+    move_scale(format, scale, out)
+    return out
 
 
 def prepared_codes(format: str, codes: torch.Tensor, by: Mover | None = None) -> torch.Tensor:
@@ -212,9 +212,9 @@ def prepared_codes(format: str, codes: torch.Tensor, by: Mover | None = None) ->
     E, N, last = codes.shape
     bits = PRECISIONS[format].w.bits
     K = last * 8 // bits
-    made = codes.new_empty((E, N // 64, K // 64, 64, 4, 2 if bits == 4 else 4), dtype=torch.int32)
-    move_codes(format, codes, made, by)
-    return made
+    out = codes.new_empty((E, N // 64, K // 64, 64, 4, 2 if bits == 4 else 4), dtype=torch.int32)
+    move_codes(format, codes, out, by)
+    return out
 
 
 def stored_codes(format: str, codes: torch.Tensor, by: Mover | None = None) -> torch.Tensor:
@@ -223,8 +223,8 @@ def stored_codes(format: str, codes: torch.Tensor, by: Mover | None = None) -> t
         raise AssertionError(f"codes of {codes.dim()} dimensions are not prepared")
     E, row_blocks, blocks = codes.shape[:3]
     bits = PRECISIONS[format].w.bits
-    made = codes.new_empty(
+    out = codes.new_empty(
         (E, row_blocks * 64, blocks * 64 * bits // 8), dtype=torch.uint8 if bits == 4 else torch.float8_e4m3fn
     )
-    move_codes(format, codes, made, by)
-    return made
+    move_codes(format, codes, out, by)
+    return out

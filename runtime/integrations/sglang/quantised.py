@@ -38,22 +38,22 @@ _BORROWED = 15  # a zero point of 0, stored less one
 
 @dataclass(frozen=True)
 class Packing(LoadedFormat):
-    """What a layer's parameters are, and the ``runners`` of SGLang's that have them as the checkpoint does."""
+    """The format of a layer's parameters, and SGLang's ``runners`` that leave them as the checkpoint has them."""
 
     runners: tuple[str, ...] = ()
 
     def shapes(self, layer: Any) -> list[tuple[int, int]]:
         """N and K of its two products, as its parameters have room for."""
-        found = []
+        sizes = []
         for which in _WHICH:
             codes = getattr(layer, f"{which}_{self.ends[0]}")
             rows, columns = codes.shape[1:]
             weights = codes.element_size() * 8 // PRECISIONS[self.name].w.bits  # in one code
             if self.packing == "awq":
-                found.append((columns * weights, rows))
+                sizes.append((columns * weights, rows))
             else:
-                found.append((columns, rows * weights) if self.K_first else (rows, columns * weights))
-        return found
+                sizes.append((columns, rows * weights) if self.K_first else (rows, columns * weights))
+        return sizes
 
     def product(self, layer: Any, which: str) -> ExpertWeights:
         """The weights of one product, over the layer's parameters as ``turn`` leaves them.
@@ -64,7 +64,7 @@ class Packing(LoadedFormat):
         if not self.K_first:
             return self.weights(codes, scale, *more)
         E, (N, K) = codes.shape[0], self.shapes(layer)[_WHICH.index(which)]
-        zeros = (torch.stack([awq_columns(words) for words in one]) for one in more)
+        zeros = (torch.stack([awq_columns(words) for words in packed]) for packed in more)
         return ExpertWeights.int4(codes.view(torch.uint8).view(E, N, K // 2), scale.view(E, N, -1), *zeros)
 
     def turn(self, layer: Any, *, undo: bool = False) -> None:
@@ -80,7 +80,7 @@ class Packing(LoadedFormat):
 
 
 class Experts:
-    """What a layer of pretuned's has beside its parameters. ``weights`` are None until they were loaded.
+    """The state of a layer that pretuned runs, beside its parameters. ``weights`` are None until they were loaded.
 
     ``own`` is SGLang's runner, which has the layer if its weights can't be prepared. ``width`` is I of the prepared
     weights.
@@ -118,29 +118,32 @@ class Experts:
         form.turn(layer)
         raw = [form.product(layer, which) for which in _WHICH]
         if self.is_padded:
-            raw = [widened(one, self.width, act, down=which == "w2") for one, which in zip(raw, _WHICH, strict=True)]
+            raw = [
+                widened(weights, self.width, act, down=which == "w2")
+                for weights, which in zip(raw, _WHICH, strict=True)
+            ]
             self._pad_bias(layer, act)
         on_gpu = getattr(layer, f"w2_{form.ends[0]}").is_cuda
-        given = prepared(raw, "PRETUNED_SGLANG", on_gpu=on_gpu, in_place=True)
+        ready = prepared(raw, "PRETUNED_SGLANG", on_gpu=on_gpu, in_place=True)
         first = self.weights
-        if first is None or not (self.is_padded or all(map(_in_one_place, first, given))):
-            first = given
+        if first is None or not (self.is_padded or all(map(_in_one_place, first, ready))):
+            first = ready
         else:
-            follow(first, given)
+            follow(first, ready)
         for which, of_product in zip(_WHICH, first, strict=True):
-            for end, made in zip(form.ends[:2], (of_product.codes, of_product.scale), strict=True):
+            for end, tensor in zip(form.ends[:2], (of_product.codes, of_product.scale), strict=True):
                 name = f"{which}_{end}"
                 parameter = getattr(layer, name)
-                if end not in form.derived and (self.is_padded or made.dim() > parameter.dim()):
+                if end not in form.derived and (self.is_padded or tensor.dim() > parameter.dim()):
                     self._raw[name] = parameter.dtype, parameter.shape
-                    parameter.data = made
+                    parameter.data = tensor
         self.weights, self.is_raw = first, False
 
     def _pad_bias(self, layer: Any, act: RowActivation) -> None:
         bias = getattr(layer, "w13_weight_bias", None) if layer.with_bias else None
         if bias is not None:
-            made = pad_bias(bias.data, self._sizes[1][1], self.width, act)
-            self._bias = made if self._bias is None else self._bias.copy_(made)
+            padded = pad_bias(bias.data, self._sizes[1][1], self.width, act)
+            self._bias = padded if self._bias is None else self._bias.copy_(padded)
 
     def give_back(self, method: Any, layer: Any) -> None:
         """Undo what ``prepare`` did before it failed the first time, and have SGLang's own runner run the layer."""
@@ -181,7 +184,7 @@ class Experts:
     def run(self, layer: Any, dispatch_output: Any) -> Any:
         """The layer of a dispatch's tokens."""
         w13, w2 = self.weights or ()
-        b13, b2 = (getattr(layer, f"{one}_weight_bias", None) if layer.with_bias else None for one in _WHICH)
+        b13, b2 = (getattr(layer, f"{which}_weight_bias", None) if layer.with_bias else None for which in _WHICH)
         b13 = b13 if self._bias is None else self._bias
         return self.runner.run(dispatch_output, TritonMoeQuantInfo(w13_weight=w13, w2_weight=w2, b13=b13, b2=b2))
 
@@ -191,19 +194,19 @@ def _in_one_place(first: ExpertWeights, now: ExpertWeights) -> bool:
 
 
 def format_of(method: Any, layer: Any) -> Packing | str:
-    """What the weights of a layer with SGLang's ``method`` are, or why they are none that pretuned reads."""
+    """The format of the weights of a layer with SGLang's ``method``, or why pretuned does not read them."""
     how = _scheme(method, layer)
     read = _FORMATS.get(type(how).__name__)
     return f"{type(how).__name__} is none of pretuned's formats" if read is None else read(how)
 
 
 def _scheme(method: Any, layer: Any) -> Any:
-    """What knows a layer's format: compressed-tensors' methods ask the layer's own scheme."""
+    """The object that knows a layer's format: compressed-tensors' methods ask the layer's own scheme."""
     return layer.scheme if type(method).__name__ == "CompressedTensorsFusedMoEMethod" else method
 
 
 def runs_by(method: Any, layer: Any) -> Any:
-    """What has the ``runner`` of a layer: the method, the layer's scheme or, of GPTQ, the scheme's kernel."""
+    """The object with the ``runner`` of a layer: the method, the layer's scheme or, of GPTQ, the scheme's kernel."""
     scheme = getattr(layer, "scheme", None)
     return method if scheme is None else getattr(scheme, "kernel", scheme)
 
@@ -327,11 +330,11 @@ def watch(ours: Experts, layer: Any, method: Any) -> None:
 
 
 def _load_zeros(
-    ours: Experts, load: Callable[..., Any], param: Any, words: torch.Tensor, *given: Any, **more: Any
+    ours: Experts, load: Callable[..., Any], param: Any, words: torch.Tensor, *arguments: Any, **more: Any
 ) -> Any:
     if bool((unpack(words.contiguous().view(torch.uint8)) == _BORROWED).any()):
         ours.unreadable = "a zero point of 0, which SGLang's loader makes 16"
-    return load(param, words, *given, **more)
+    return load(param, words, *arguments, **more)
 
 
 # By the name of SGLang's class, of its method or of compressed-tensors' scheme.

@@ -21,9 +21,9 @@ from ...runtime.driver.device import capturing
 from ...runtime.locks import lock
 from ...runtime.weights.codes import E8M0
 from ...runtime.weights.expert_weights import checked, int4_format, scale_shape, synchronize, version_of
-from ...runtime.weights.given import fit, has_nan
 from ...runtime.weights.order import ORDERS, PREPARED_DIMS
 from ...runtime.weights.packings import fp8_scale
+from ...runtime.weights.validate import fit, has_nan
 from ...runtime.weights.writing import mover, prepared_codes
 from ..loaded_format import scale_of_rows
 
@@ -72,10 +72,10 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
     InputError
         for scales of other blocks, and what ``ExpertWeights`` refuses.
     """
-    found = _parameters(experts, name)
-    if found is None:
+    parameters = _parameters(experts, name)
+    if parameters is None:
         return None
-    codes, scale, codes_name = found
+    codes, scale, codes_name = parameters
     if codes_name in experts.__dict__.get("_modules", {}).get("parametrizations", ()):
         bad(
             name,
@@ -88,24 +88,24 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
         if not traced.is_prepared:  # a graph can't look at numbers, but at shapes
             fit("scale", traced.scale, scale_shape(traced), traced.codes)
         return traced
-    every = _known(experts)
-    entry, state = every.get(name), (*_state(codes), *_state(scale))
+    cached = _known(experts)
+    entry, state = cached.get(name), (*_state(codes), *_state(scale))
     if entry is not None and entry.codes() is codes and entry.scale() is scale and entry.state == state:
         _follow_scale(entry, scale)
         return entry.weights
     with torch.inference_mode(False), torch.no_grad():  # a copy of scales is written to later, in any mode
         weights = checked(_weights(codes.detach(), scale.detach(), by_matrix=_by_matrix(experts)))
     if isinstance(codes, torch.nn.Parameter):  # else it is there for one call
-        _keep(every, name, codes, scale, weights)
+        _keep(cached, name, codes, scale, weights)
     return weights
 
 
 def _known(experts: Any) -> _Known:
-    known: _Known | None = experts.__dict__.get(_NAME)
-    if known is None:
-        known = experts.__dict__.setdefault(_NAME, _Known())
+    cached: _Known | None = experts.__dict__.get(_NAME)
+    if cached is None:
+        cached = experts.__dict__.setdefault(_NAME, _Known())
         experts.register_load_state_dict_post_hook(_after_load)
-    return known
+    return cached
 
 
 def _parameters(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor, str] | None:
@@ -157,17 +157,17 @@ def _state(parameter: torch.Tensor) -> tuple[object, ...]:
     return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.device
 
 
-def _keep(every: _Known, name: str, codes: torch.Tensor, scale: torch.Tensor, weights: ExpertWeights) -> None:
+def _keep(cached: _Known, name: str, codes: torch.Tensor, scale: torch.Tensor, weights: ExpertWeights) -> None:
     """Keep weights as long as the parameters that they were made of: nothing is to stay of one that is replaced."""
 
     def forget(gone: weakref.ref[torch.Tensor]) -> None:
-        entry = every.get(name)
+        entry = cached.get(name)
         if entry is not None and (entry.codes is gone or entry.scale is gone):
-            every.pop(name, None)
+            cached.pop(name, None)
 
     state = (*_state(codes), *_state(scale))
     refs = weakref.ref(codes, forget), weakref.ref(scale, forget)
-    every[name] = _KnownWeights(*refs, state, weights, [version_of(scale)])
+    cached[name] = _KnownWeights(*refs, state, weights, [version_of(scale)])
 
 
 def _follow_scale(entry: _KnownWeights, scale: torch.Tensor) -> None:
@@ -175,9 +175,9 @@ def _follow_scale(entry: _KnownWeights, scale: torch.Tensor) -> None:
     version = version_of(scale)
     if entry.version[0] != version:
         if scale.data_ptr() != entry.weights.scale.data_ptr():
-            made = fp8_scale(scale.detach())
+            new_scale = fp8_scale(scale.detach())
             rows = entry.weights.scale
-            rows.copy_(made if rows.dim() > 2 else scale_of_rows(made, rows.shape[1]))
+            rows.copy_(new_scale if rows.dim() > 2 else scale_of_rows(new_scale, rows.shape[1]))
             if capturing():  # nothing is copied before the graph's replay: the next call copies again
                 return
             synchronize(entry.weights.scale)
@@ -195,11 +195,11 @@ def refresh(model: torch.nn.Module) -> None:
 
 def _after_load(experts: Any, *_: Any) -> None:
     """Rewrite at once what is made of scales: a captured graph is replayed without a call that could."""
-    known: _Known = experts.__dict__.get(_NAME, _Known())
-    for name, entry in list(known.items()):
+    cached: _Known = experts.__dict__.get(_NAME, _Known())
+    for name, entry in list(cached.items()):
         scale = entry.scale()
         if scale is not None and not scale.untyped_storage().nbytes():  # FSDP2 gathers it in the next forward
-            known.pop(name, None)
+            cached.pop(name, None)
         elif scale is not None:
             entry.version[0] = -1
             _follow_scale(entry, scale)
@@ -208,11 +208,11 @@ def _after_load(experts: Any, *_: Any) -> None:
 
 def drop_stale(experts: Any) -> None:
     """Forget weights whose parameters have other memory by now, so that the old memory is freed."""
-    known: _Known = experts.__dict__.get(_NAME, _Known())
-    for name, entry in list(known.items()):
+    cached: _Known = experts.__dict__.get(_NAME, _Known())
+    for name, entry in list(cached.items()):
         codes, scale = entry.codes(), entry.scale()
         if codes is None or scale is None or entry.state != (*_state(codes), *_state(scale)):
-            known.pop(name, None)
+            cached.pop(name, None)
 
 
 def _by_matrix(experts: Any) -> bool:
@@ -254,9 +254,9 @@ def prepare_parameters(experts: Any, names: tuple[str, str], wanted: Callable[[E
         return
     with lock("experts of transformers"):
         for name in names:
-            found = _parameters(experts, name)
-            if found is not None and found[0].dim() != PREPARED_DIMS:
-                _prepare(experts, name, *found, wanted)
+            parameters = _parameters(experts, name)
+            if parameters is not None and parameters[0].dim() != PREPARED_DIMS:
+                _prepare(experts, name, *parameters, wanted)
 
 
 def _is_lent(experts: Any) -> bool:
@@ -265,7 +265,7 @@ def _is_lent(experts: Any) -> bool:
     hooks = getattr(hook, "hooks", (hook,))
     if getattr(experts, "_is_replica", False) or any(getattr(hook, "offload", False) for hook in hooks):
         return True
-    return any(hasattr(one, "ds_id") for one in experts.parameters(recurse=False)) or _is_gathered(experts)
+    return any(hasattr(parameter, "ds_id") for parameter in experts.parameters(recurse=False)) or _is_gathered(experts)
 
 
 def _is_gathered(experts: Any) -> bool:
@@ -277,7 +277,7 @@ def _is_gathered(experts: Any) -> bool:
     for state in [refer() for refer in list(records.values())]:
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for group in groups:
-            infos = (getattr(one, "_module_info", None) for one in getattr(group, "fsdp_params", ()))
+            infos = (getattr(parameter, "_module_info", None) for parameter in getattr(group, "fsdp_params", ()))
             if any(experts is info.module for info in infos if info is not None):
                 return True
     return False
@@ -292,34 +292,34 @@ def _prepare(
     wanted: Callable[[ExpertWeights], bool],
 ) -> None:
     parameters = experts._parameters
-    scale_name = next((each for each, one in parameters.items() if one is scale), "")
+    scale_name = next((each for each, parameter in parameters.items() if parameter is scale), "")
     if any(type(parameters.get(each)) is not torch.nn.Parameter for each in (codes_name, scale_name)):
         return
     stored = experts.__dict__.setdefault(_STORED, {})
     with torch.inference_mode(False), torch.no_grad():
-        given = checked(_weights(codes.detach(), scale.detach(), by_matrix=_by_matrix(experts)))
-        if not wanted(given):
+        weights = checked(_weights(codes.detach(), scale.detach(), by_matrix=_by_matrix(experts)))
+        if not wanted(weights):
             return
-        made = given.prepare()
-        if not made.is_prepared:
+        prepared = weights.prepare()
+        if not prepared.is_prepared:
             return
         if not stored:
             _watch(experts)
         stored[name] = _Stored(
             codes_name, scale_name, (codes.dtype, tuple(codes.shape[1:])), (scale.dtype, tuple(scale.shape[1:]))
         )
-        if made.scale.dim() < PREPARED_DIMS - 1:  # scales stay as the checkpoint has them
+        if prepared.scale.dim() < PREPARED_DIMS - 1:  # scales stay as the checkpoint has them
             made_scale: torch.nn.Parameter = parameters[scale_name]
         else:
-            made_scale = torch.nn.Parameter(made.scale, requires_grad=False)
-        made_codes = torch.nn.Parameter(made.codes, requires_grad=False)
+            made_scale = torch.nn.Parameter(prepared.scale, requires_grad=False)
+        made_codes = torch.nn.Parameter(prepared.codes, requires_grad=False)
     _exchange(experts, {codes_name: made_codes, scale_name: made_scale})
-    _keep(_known(experts), name, made_codes, made_scale, made)
+    _keep(_known(experts), name, made_codes, made_scale, prepared)
 
 
-def _exchange(experts: Any, made: dict[str, torch.nn.Parameter]) -> None:
+def _exchange(experts: Any, replaced: dict[str, torch.nn.Parameter]) -> None:
     """Give a module parameters, all at once for other threads."""
-    experts.__dict__["_parameters"] = {**experts._parameters, **made}
+    experts.__dict__["_parameters"] = {**experts._parameters, **replaced}
 
 
 def was_prepared(experts: Any) -> bool:
@@ -353,8 +353,10 @@ def _restore(experts: Any, names: Iterable[str] | None = None) -> None:
                     "a call before the capture, which restores the checkpoint's layout",
                     "restore",
                 )
-            made = _translated(stored, codes.detach(), scale.detach())
-            _exchange(experts, {each: torch.nn.Parameter(one, requires_grad=False) for each, one in made.items()})
+            tensors = _translated(stored, codes.detach(), scale.detach())
+            _exchange(
+                experts, {each: torch.nn.Parameter(tensor, requires_grad=False) for each, tensor in tensors.items()}
+            )
 
 
 def _translated(stored: _Stored, codes: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -362,12 +364,12 @@ def _translated(stored: _Stored, codes: torch.Tensor, scale: torch.Tensor) -> di
     with torch.inference_mode(False), torch.no_grad():
         plain = _weights(_local(codes), _local(scale)).restore()
         E, (dtype, shape) = plain.codes.shape[0], stored.codes_like
-        made = {stored.codes: _like(codes, plain.codes.view(dtype).view(E, *shape))}
+        tensors = {stored.codes: _like(codes, plain.codes.view(dtype).view(E, *shape))}
         if scale.dim() == PREPARED_DIMS - 1:
             dtype, shape = stored.scale_like
             plain_scale = plain.scale.view(dtype) if plain.scale.dtype is torch.uint8 else plain.scale  # others: cast
-            made[stored.scale] = _like(scale, plain_scale.view(E, *shape))
-        return made
+            tensors[stored.scale] = _like(scale, plain_scale.view(E, *shape))
+        return tensors
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -390,16 +392,16 @@ def _local(tensor: Any) -> torch.Tensor:
     return tensor.to_local()  # type: ignore[no-any-return]
 
 
-def _like(given: Any, made: torch.Tensor) -> torch.Tensor:
+def _like(like: Any, tensor: torch.Tensor) -> torch.Tensor:
     """``made`` of ``_local(given)``, spread over ranks as ``given`` is."""
-    if not hasattr(given, "placements"):
-        return made
+    if not hasattr(like, "placements"):
+        return tensor
     from torch.distributed.tensor import DTensor
 
-    shape = torch.Size((given.shape[0], *made.shape[1:]))
+    shape = torch.Size((like.shape[0], *tensor.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     spread: torch.Tensor = DTensor.from_local(
-        made, given.device_mesh, given.placements, run_check=False, shape=shape, stride=stride
+        tensor, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
     )
     return spread
 
@@ -427,28 +429,28 @@ def _before_load(experts: Any, state: dict[str, Any], prefix: str, local: dict[s
         keys = [prefix + each for each in stored[:2]]
         if held is None or held.dim() != PREPARED_DIMS or not any(key in state for key in keys):
             continue
-        made = None if local.get("assign_to_params_buffers") else _prepared_state(experts, stored, state, keys)
-        if made is None:
+        translated = None if local.get("assign_to_params_buffers") else _prepared_state(experts, stored, state, keys)
+        if translated is None:
             _restore(experts, (name,))
         else:
-            state.update(made)
+            state.update(translated)
 
 
 def _prepared_state(
     experts: Any, stored: _Stored, state: dict[str, Any], keys: list[str]
 ) -> dict[str, torch.Tensor] | None:
     """A checkpoint's tensors as the parameters are; None for scales or codes that prepared weights have no room for."""
-    made = {}
+    translated = {}
     parameters = [experts._parameters[name] for name in stored[:2]]
-    format = _weights(*(_local(one.detach()) for one in parameters), by_matrix=_by_matrix(experts)).format
+    format = _weights(*(_local(parameter.detach()) for parameter in parameters), by_matrix=_by_matrix(experts)).format
     order, of_fp8 = ORDERS[format], format.startswith("fp8")
     moves = (order.prepared, order.prepared_scale)
     for key, held, (dtype, shape), move in zip(keys, parameters, stored[2:], moves, strict=True):
-        given = state.get(key)
-        if given is None or tuple(given.shape[1:]) != shape:
+        tensor = state.get(key)
+        if tensor is None or tuple(tensor.shape[1:]) != shape:
             continue  # (torch reports another shape)
         with torch.no_grad():
-            here = _local(given.detach()).to(held.device, dtype)
+            here = _local(tensor.detach()).to(held.device, dtype)
             plain = here if dtype.is_floating_point and dtype is not E8M0 else here.view(torch.uint8)
             if key == keys[1] and not order.room(fp8_scale(here) if of_fp8 else plain):
                 return None
@@ -459,10 +461,10 @@ def _prepared_state(
                 moved = (
                     prepared_codes(format, flat, mover(format, flat))
                     if key == keys[0]
-                    else torch.stack([move(one) for one in flat])
+                    else torch.stack([move(matrix) for matrix in flat])
                 )
-                made[key] = _like(given, moved)
-    return made
+                translated[key] = _like(tensor, moved)
+    return translated
 
 
 def _before_forward(experts: Any, _: Any) -> None:

@@ -55,7 +55,7 @@ _SCALES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3
 
 @dataclass(frozen=True)
 class Format(LoadedFormat):
-    """What a layer's parameters are, and how vLLM's loader spreads them over ranks.
+    """The format of a layer's parameters, and how vLLM's loader spreads them over ranks.
 
     ``loaded_by`` is vLLM's word for that of scales: "tensor" and "channel" of fp8, else any that splits them as codes.
     ``unread`` ends the names of what is loaded and not read: scales of x, and GPTQ's order, which is the natural one.
@@ -116,8 +116,8 @@ def _fp8(method: Any) -> Format | str:
             return f"modelopt's {algorithm}"
         if strategy not in ("tensor", "channel"):
             return f"fp8 with a scale for each {strategy}: pretuned serves tensors, rows and blocks of [128, 128]"
-        found = Format("fp8_channel", ("weight", scale), loaded_by=strategy)
-        return replace(found, unread=("input_scale",), note=STATIC_X) if static else found
+        format = Format("fp8_channel", ("weight", scale), loaded_by=strategy)
+        return replace(format, unread=("input_scale",), note=STATIC_X) if static else format
     if list(block) != [128, 128]:
         return f"fp8 with a scale for each {block}: pretuned serves tensors, rows and blocks of [128, 128]"
     if static:
@@ -227,23 +227,23 @@ _INTERLEAVED = "GptOssMxfp4MoEMethod"  # alone has swigluoai's gate and up in al
 
 
 def take(own: Any, layer: Any, *, everywhere: bool) -> Any:
-    """pretuned's method for a layer, or vLLM's ``own`` where pretuned lacks something that it has, which is told once.
+    """Pretuned's method for a layer, or vLLM's ``own`` if pretuned can't run the layer; the reason is logged once.
 
-    ``everywhere``: as of ``experts.take``.
+    ``everywhere`` is that of ``experts.take``.
     """
     read = _FORMATS.get(type(own).__name__)
     if read is None:
         return own
-    moe, found = own.moe, read(own)
+    moe, format = own.moe, read(own)
     act = activation_of(moe, ActivationNumbers.of(moe, layer))
-    why = found if isinstance(found, str) else refusal(own, act, found, everywhere=everywhere)
-    if why is not None or isinstance(found, str) or isinstance(act, str):
-        form = "" if isinstance(found, str) else f" {found.name}"
+    why = format if isinstance(format, str) else refusal(own, act, format, everywhere=everywhere)
+    if why is not None or isinstance(format, str) or isinstance(act, str):
+        form = "" if isinstance(format, str) else f" {format.name}"
         what = f"E={moe.num_local_experts} H={moe.hidden_dim} I={moe.intermediate_size_per_partition}{form}"
         tell_left(what, _backend(own), str(why))
         return own
-    method = PretunedQuantisedMethod(moe, found, act, own)
-    tell_taken(layer_of(moe, act, found.dtype), found.note)
+    method = PretunedQuantisedMethod(moe, format, act, own)
+    tell_taken(layer_of(moe, act, format.dtype), format.note)
     return method
 
 
@@ -271,24 +271,24 @@ def refusal(own: Any, act: RowActivation | str, format: Format, *, everywhere: b
 
 
 def _backend(own: Any) -> str:
-    """What vLLM would run a layer by."""
+    """The name of the backend that vLLM would use for a layer."""
     kinds = ("fp8", "mxfp4", "mxfp8", "nvfp4", "wna16", "wna16_moe", "kernel")
-    for name in (f"{one}_backend" for one in kinds):
-        found = getattr(own, name, None)
-        if found is not None:
-            return str(getattr(found, "value", found))
+    for name in (f"{kind}_backend" for kind in kinds):
+        backend = getattr(own, name, None)
+        if backend is not None:
+            return str(getattr(backend, "value", backend))
     return type(own).__name__
 
 
 class PretunedQuantisedExperts(PretunedExperts):
-    """The same of weights that the method hands over once they are loaded."""
+    """Pretuned's experts of weights that the method hands over once they are loaded."""
 
     def _load(self, moe_config: Any) -> None:
         """Kernels are loaded with the weights, whose dtype says which."""
 
 
 class PretunedQuantisedBatchedExperts(PretunedBatchedExperts):
-    """The same of tokens that an all-to-all hands over by expert."""
+    """Pretuned's experts of such weights, for tokens that an all-to-all hands over by expert."""
 
     def _load(self, moe_config: Any) -> None:
         """Kernels are loaded with the weights, whose dtype says which."""
@@ -331,40 +331,40 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         **attributes: Any,
     ) -> None:
         """Empty parameters of the checkpoint's shapes, as this rank has them."""
-        E, H, I, one = num_experts, hidden_size, intermediate_size_per_partition, self.format  # noqa: E741
+        E, H, I, format = num_experts, hidden_size, intermediate_size_per_partition, self.format  # noqa: E741
         self._created = {"num_experts": E, "params_dtype": params_dtype}, dict(attributes)
         layer.num_experts, layer.orig_dtype, layer.params_dtype = E, params_dtype, params_dtype
-        if "input_scale" not in one.unread:
+        if "input_scale" not in format.unread:
             layer.w13_input_scale = layer.w2_input_scale = None
         attributes.pop("intermediate_size_full", None)
-        attributes |= {"is_transposed": one.K_first}
+        attributes |= {"is_transposed": format.K_first}
         parts = 2 if self.moe.is_act_and_mul else 1
-        dtypes = [dtype or params_dtype for dtype in one.dtypes]
-        of_scale = attributes | {"quant_method": one.loaded_by, "load_full_w2": False}
+        dtypes = [dtype or params_dtype for dtype in format.dtypes]
+        of_scale = attributes | {"quant_method": format.loaded_by, "load_full_w2": False}
         of_tensor = of_scale | {"quant_method": "tensor"}
-        if one.name in ("mxfp4", "mxfp8") and "weight_loader" in attributes:
+        if format.name in ("mxfp4", "mxfp8") and "weight_loader" in attributes:
             of_scale["weight_loader"] = _scale_loader(attributes["weight_loader"])
         kinds = (
-            of_scale if one.packing else attributes,
+            of_scale if format.packing else attributes,
             of_scale,
-            of_scale if one.has_zeros or one.packing else of_tensor,
+            of_scale if format.has_zeros or format.packing else of_tensor,
         )
         for which, N, K, halves in (("w13", parts * I, H, parts), ("w2", H, I, 0)):
-            for end, shape, dtype, kind in zip(one.ends, one.shapes(N, K, halves), dtypes, kinds, strict=False):
+            for end, shape, dtype, kind in zip(format.ends, format.shapes(N, K, halves), dtypes, kinds, strict=False):
                 _parameter(layer, f"{which}_{end}", torch.zeros(E, *shape, dtype=dtype), kind)
-            if one.ends[0] == "weight_packed" and one.name.startswith("int4"):
+            if format.ends[0] == "weight_packed" and format.name.startswith("int4"):
                 _parameter(layer, f"{which}_weight_shape", torch.zeros(E, 2), of_scale)
-            for name in (f"{which}_{end}" for end in one.unread if "weight_loader" in attributes):
+            for name in (f"{which}_{end}" for end in format.unread if "weight_loader" in attributes):
                 _parameter(layer, name, torch.empty(0), of_tensor | {"weight_loader": self._passing_over(name)})
-            if self.moe.has_bias or one.packing == "gptq":  # whose checkpoints may have more biases than the model
+            if self.moe.has_bias or format.packing == "gptq":  # whose checkpoints may have more biases than the model
                 _parameter(layer, f"{which}_bias", torch.zeros(E, N, dtype=self.moe.in_dtype), attributes)
 
     def _passing_over(self, name: str) -> Callable[..., bool]:
         """A loader of what pretuned does not read: it is kept until vLLM can't take the layer back."""
 
-        def loader(param: Any, loaded_weight: torch.Tensor, *given: Any, **named: Any) -> bool:
+        def loader(param: Any, loaded_weight: torch.Tensor, *arguments: Any, **named: Any) -> bool:
             if self.own is not None:
-                self._passed_over.append((name, loaded_weight.clone(), given, named))
+                self._passed_over.append((name, loaded_weight.clone(), arguments, named))
             return True
 
         return loader
@@ -404,12 +404,12 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
             self._write_again(layer, self.moe_kernel.fused_experts.weights)
             self._pad_bias(layer)
             return
-        given = tuple(self._prepared(layer, which) for which in ("w13", "w2"))
+        weights = tuple(self._prepared(layer, which) for which in ("w13", "w2"))
         self._pad_bias(layer)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = _kernel(self, layer)
-        self.moe_kernel.fused_experts.weights, self.moe_kernel.fused_experts.act = given, self.act
-        self._rows = tuple(one.codes.view(*one.shape[:2], -1) for one in given)  # type: ignore[assignment]
+        self.moe_kernel.fused_experts.weights, self.moe_kernel.fused_experts.act = weights, self.act
+        self._rows = tuple(w.codes.view(*w.shape[:2], -1) for w in weights)  # type: ignore[assignment]
         load_kernels(layer_of(self.moe, self.act, self.format.dtype))
 
     def _write_again(self, layer: Any, first: tuple[ExpertWeights, ...]) -> None:
@@ -420,20 +420,22 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         InputError
             for weights that the first's layout has no room for; nothing was written then.
         """
-        every = []
+        pairs = []
         for which, old in zip(("w13", "w2"), first, strict=True):
-            given = self._padded(layer, which, self._tensors(layer, which))
-            if old.is_prepared != given.can_be_prepared:
-                raise InputError(f"pretuned: the weights loaded again are {given}, the first were {old}: start anew")
-            every.append((which, old, given))
-        for which, old, given in every:
-            self._replace(layer, which, old.copy_(given, check=False))
+            new = self._padded(layer, which, self._tensors(layer, which))
+            if old.is_prepared != new.can_be_prepared:
+                raise InputError(f"pretuned: the weights loaded again are {new}, the first were {old}: start anew")
+            pairs.append((which, old, new))
+        for which, old, new in pairs:
+            self._replace(layer, which, old.copy_(new, check=False))
 
     def _give_back(self, layer: Any) -> None:
         """Have vLLM's own method take the layer, with the weights that were loaded."""
         own, moe, self.moe_kernel = self.own, self.moe, None
         loaded = {
-            name: one.data for name, one in layer.named_parameters(recurse=False) if name.startswith(("w13_", "w2_"))
+            name: parameter.data
+            for name, parameter in layer.named_parameters(recurse=False)
+            if name.startswith(("w13_", "w2_"))
         }
         for which in ("w13", "w2"):
             self._restore(loaded, which)
@@ -446,18 +448,18 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         with next(iter(loaded.values())).device:
             own.create_weights(layer, hidden_size=H, intermediate_size_per_partition=I, **first, **rest)
         halves = 2 if moe.is_act_and_mul and type(own).__name__ != _INTERLEAVED else 1
-        for name, one in layer.named_parameters(recurse=False):
+        for name, own_parameter in layer.named_parameters(recurse=False):
             if name in loaded and loaded[name].numel():
-                _copy(loaded[name], one, halves if name.startswith("w13_") else 1)
+                _copy(loaded[name], own_parameter, halves if name.startswith("w13_") else 1)
         moe.hidden_dim, moe.intermediate_size_per_partition = H, I
         for name, size in (("hidden_size", H), ("intermediate_size_per_partition", I)):
             if name in vars(layer):  # older layers have a property that reads ``moe``
                 setattr(layer, name, size)
         layer._replace_quant_method(own)  # which vLLM's loader asks
-        for name, scale, given, named in self._passed_over:
+        for name, scale, arguments, named in self._passed_over:
             parameter = getattr(layer, name, None)
             if parameter is not None:
-                parameter.weight_loader(parameter, scale, *given, **named)
+                parameter.weight_loader(parameter, scale, *arguments, **named)
         own.process_weights_after_loading(layer)
 
     def _prepared(self, layer: Any, which: str) -> ExpertWeights:
@@ -465,18 +467,18 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         loaded = self._tensors(layer, which)
         if self.own is not None:
             self._loaded |= {f"{which}_{end}": loaded[end] for end in self.format.lost}
-        given = self._padded(layer, which, loaded)
-        (made,) = prepared((given,), "PRETUNED_VLLM", on_gpu=current_platform.is_cuda())
-        self._replace(layer, which, made)
-        return made
+        weights = self._padded(layer, which, loaded)
+        (ready,) = prepared((weights,), "PRETUNED_VLLM", on_gpu=current_platform.is_cuda())
+        self._replace(layer, which, ready)
+        return ready
 
     def _tensors(self, layer: Any, which: str) -> dict[str, torch.Tensor]:
-        """What is loaded of one product."""
+        """The loaded tensors of one product."""
         return {end: getattr(layer, f"{which}_{end}").data for end in self.format.ends}
 
-    def _replace(self, layer: Any, which: str, made: ExpertWeights) -> None:
+    def _replace(self, layer: Any, which: str, weights: ExpertWeights) -> None:
         """Have the layer's parameters be the tensors of prepared weights."""
-        for end, tensor in self.format.made(made).items():
+        for end, tensor in self.format.tensors_of(weights).items():
             name = f"{which}_{end}"
             if self.format.is_copied or tensor.shape != getattr(layer, name).shape:
                 layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
@@ -501,12 +503,12 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
             w, group = self.format.per_word, self.format.rows[1]
             sizes = (own // w, own // group) if is_down else [own * (2 if self.act.gated else 1)] * 2
             parts = zip(loaded.items(), sizes, strict=True)
-            loaded = {end: one.narrow(2 if is_down else 1, 0, size).contiguous() for (end, one), size in parts}
-        made = widened(self.format.weights(*loaded.values()), width, self.act, down=is_down)
-        for end, tensor in () if self.format.is_copied else self.format.made(made).items():
-            one = getattr(layer, f"{which}_{end}")
-            one.data = tensor.view(one.dtype)
-        return made
+            loaded = {end: tensor.narrow(2 if is_down else 1, 0, size).contiguous() for (end, tensor), size in parts}
+        padded = widened(self.format.weights(*loaded.values()), width, self.act, down=is_down)
+        for end, tensor in () if self.format.is_copied else self.format.tensors_of(padded).items():
+            parameter = getattr(layer, f"{which}_{end}")
+            parameter.data = tensor.view(parameter.dtype)
+        return padded
 
     def _pad_bias(self, layer: Any) -> None:
         """Pad gate_up's bias as its weights."""
@@ -519,9 +521,9 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """Have a product's tensors in the checkpoint's layout again, if they were prepared."""
         codes, scale = (f"{which}_{end}" for end in self.format.ends[:2])
         if not self.format.is_copied and loaded[codes].dim() > 3:
-            one = self.format
-            plain = ExpertWeights(one.name, loaded[codes], loaded[scale]).restore()
-            loaded[codes], loaded[scale] = plain.codes.view(one.dtypes[0]), plain.scale
+            format = self.format
+            plain = ExpertWeights(format.name, loaded[codes], loaded[scale]).restore()
+            loaded[codes], loaded[scale] = plain.codes.view(format.dtypes[0]), plain.scale
         for name in (f"{which}_{end}" for end in self.format.lost):
             raw = self._loaded.get(name, loaded[name])
             loaded[name] = raw.mT if self.format.K_first else raw  # K comes first in vLLM's, too: see ``_copy``
@@ -564,19 +566,19 @@ def _own_width(moe: Any, format: Format) -> int:
 
 
 def _parameter(layer: Any, name: str, data: torch.Tensor, attributes: dict[str, Any]) -> None:
-    one = torch.nn.Parameter(data, requires_grad=False)
-    layer.register_parameter(name, one)
-    set_weight_attrs(one, attributes)
+    parameter = torch.nn.Parameter(data, requires_grad=False)
+    layer.register_parameter(name, parameter)
+    set_weight_attrs(parameter, attributes)
 
 
 def _scale_loader(load: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM's loader, given the bytes of e8m0 scales: copied from that dtype their values would become integers."""
 
     @functools.wraps(load)
-    def loader(param: Any, loaded_weight: torch.Tensor, *given: Any, **named: Any) -> Any:
+    def loader(param: Any, loaded_weight: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         if loaded_weight.is_floating_point():
             loaded_weight = loaded_weight.to(torch.float8_e8m0fnu).view(torch.uint8)
-        return load(param, loaded_weight, *given, **named)
+        return load(param, loaded_weight, *arguments, **named)
 
     return loader
 
@@ -593,9 +595,9 @@ def _copy(loaded: torch.Tensor, parameter: torch.Tensor, halves: int) -> None:
         to.copy_(loaded)
         return
     to.zero_()
-    for given, place in zip(loaded.chunk(halves, 1), to.chunk(halves, 1), strict=True):
-        both = tuple(map(slice, map(min, given.shape, place.shape)))
-        place[both].copy_(given[both])
+    for part, place in zip(loaded.chunk(halves, 1), to.chunk(halves, 1), strict=True):
+        both = tuple(map(slice, map(min, part.shape, place.shape)))
+        place[both].copy_(part[both])
 
 
 def _kernel(method: PretunedQuantisedMethod, layer: Any) -> Any:

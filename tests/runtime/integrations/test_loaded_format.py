@@ -152,7 +152,7 @@ def test_weights_are_those_of_the_checkpoint(
     expected = ExpertWeights.from_tensors(tensors, config, "down")
     made = loaded.weights(*(tensors[end].clone() for end in ends))
     same(made, expected)
-    made_tensors = loaded.made(made)
+    made_tensors = loaded.tensors_of(made)
     assert set(made_tensors) == set(ends if loaded.has_zeros or "int4" not in format else ends[:2])
     assert loaded.K_first == (packing in ("awq", "gptq"))
     assert loaded.dtype is DType(format)

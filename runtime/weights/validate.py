@@ -1,4 +1,4 @@
-"""Tensors that are given as codes and scales: checked one by one, and said what is wrong with them."""
+"""Checks of the tensors that are passed as codes and scales, with errors that say what is wrong."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ...artifacts.errors import InputError
 _E8M0_NAN, _E4M3_NAN = 255, 0x7F  # of either sign
 
 
-def fit(name: str, given: torch.Tensor, shape: tuple[int, ...], codes: torch.Tensor) -> None:
+def fit(name: str, tensor: torch.Tensor, shape: tuple[int, ...], codes: torch.Tensor) -> None:
     """Raise InputError for a tensor of another shape, or device, than goes with codes."""
-    if tuple(given.shape) != shape:
-        raise bad(name, f"of shape {list(given.shape)}", f"{list(shape)} for codes of {list(codes.shape)}")
-    if given.device != codes.device:
-        raise bad(name, f"on {given.device}", f"the device of codes, {codes.device}")
+    if tuple(tensor.shape) != shape:
+        raise bad(name, f"of shape {list(tensor.shape)}", f"{list(shape)} for codes of {list(codes.shape)}")
+    if tensor.device != codes.device:
+        raise bad(name, f"on {tensor.device}", f"the device of codes, {codes.device}")
 
 
-def check_finite(name: str, given: torch.Tensor) -> None:
+def check_finite(name: str, scale: torch.Tensor) -> None:
     """Raise InputError for a scale that no number has: once, here, and in no call."""
-    if given.dtype is torch.uint8:
-        wrong = given == _E8M0_NAN
-    elif given.dtype is torch.float8_e4m3fn:
-        wrong = given.view(torch.uint8) & _E4M3_NAN == _E4M3_NAN
+    if scale.dtype is torch.uint8:
+        wrong = scale == _E8M0_NAN
+    elif scale.dtype is torch.float8_e4m3fn:
+        wrong = scale.view(torch.uint8) & _E4M3_NAN == _E4M3_NAN
     else:
-        wrong = ~torch.isfinite(given)
+        wrong = ~torch.isfinite(scale)
     if bool(wrong.any()):
         at = wrong.nonzero()[0].tolist()
-        what = "255, which is NaN," if given.dtype is torch.uint8 else str(given[tuple(at)].float().item())
+        what = "255, which is NaN," if scale.dtype is torch.uint8 else str(scale[tuple(at)].float().item())
         raise bad(name, f"{what} at {at}, one of {int(wrong.sum())}", "numbers: is the checkpoint damaged?")
 
 
@@ -53,27 +53,27 @@ def place_of_nan(codes: Iterable[torch.Tensor]) -> str:
     return f"NaN at expert {expert}, row {row}, column {column}{others}"
 
 
-def check_flag(name: str, given: object, more: str = "") -> None:
+def check_flag(name: str, value: object, more: str = "") -> None:
     """Raise InputError for what is neither True nor False: a word like "no" is not taken for True."""
-    if not isinstance(given, bool):
-        raise bad(name, repr(given), f"True or False{more}")
+    if not isinstance(value, bool):
+        raise bad(name, repr(value), f"True or False{more}")
 
 
-def repeated(one: torch.Tensor) -> bool:
+def repeated(tensor: torch.Tensor) -> bool:
     """Whether it has more elements than its memory, as ``expand`` makes: a copy takes what nobody had to have."""
-    return one.numel() * one.element_size() > one.untyped_storage().nbytes()
+    return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def overlap(first: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors' memory, from the first element to the last, has bytes in common."""
-    if one.device != other.device or one.is_meta or not one.numel() or not other.numel():
+    if first.device != other.device or first.is_meta or not first.numel() or not other.numel():
         return False
-    begins = one.data_ptr(), other.data_ptr()
+    begins = first.data_ptr(), other.data_ptr()
     ends = [
         begin
         + (1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
         * tensor.element_size()
-        for begin, tensor in zip(begins, (one, other), strict=True)
+        for begin, tensor in zip(begins, (first, other), strict=True)
     ]
     return begins[0] < ends[1] and begins[1] < ends[0]
 
@@ -100,16 +100,16 @@ def as_bytes(scale: torch.Tensor) -> torch.Tensor:
     return scale
 
 
-def of_dtype(name: str, given: object, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+def of_dtype(name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
     """The tensor; InputError for what is none of these dtypes."""
-    if not isinstance(given, torch.Tensor) or given.dtype not in dtypes:
-        raise bad(name, told(given), " or ".join(map(str, dtypes)))
-    return given
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes:
+        raise bad(name, described(tensor), " or ".join(map(str, dtypes)))
+    return tensor
 
 
-def told(given: object) -> str:
-    """What something is, for a message."""
-    return f"{given.dtype} of shape {list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
+def described(value: object) -> str:
+    """A value's dtype and shape, or its type, for a message."""
+    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def bad(name: str, got: str, wanted: str) -> InputError:
