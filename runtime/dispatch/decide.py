@@ -76,22 +76,22 @@ def decide(
     """
     bucket = bucket_of(M)
     key = (problem, bucket, aligned, local, strict, persistent)
-    known: Decision | Miss | None = snapshot.decisions.get(key)
-    if known is None:
-        found = settle(
+    cached: Decision | Miss | None = snapshot.decisions.get(key)
+    if cached is None:
+        decided = settle(
             snapshot, problem, bucket, local, aligned, strict, persistent
         )  # without a lock: it may import packages
-        if isinstance(found, Miss) and hooks.jit_allowed() and not persistent:
+        if isinstance(decided, Miss) and hooks.jit_allowed() and not persistent:
             from ..driver import device  # here, so that choosing needs no torch
 
             if device.capturing():
-                return found  # for now: the next call outside compiles
-            found = _compiled(snapshot, found, local, strict)
+                return decided  # for now: the next call outside compiles
+            decided = _compiled(snapshot, decided, local, strict)
         with lock("decisions"):
-            known = snapshot.decisions.setdefault(key, found)
-        if known is found and not (persistent and isinstance(found, Miss)):  # (then any other runs)
-            _tell(snapshot, found, local)
-    return known
+            cached = snapshot.decisions.setdefault(key, decided)
+        if cached is decided and not (persistent and isinstance(decided, Miss)):  # (then any other runs)
+            _tell(snapshot, decided, local)
+    return cached
 
 
 def settle(
@@ -103,7 +103,7 @@ def settle(
     strict: bool,
     persistent: bool = False,
 ) -> Decision | Miss:
-    """As ``decide``, but nothing is remembered, compiled or told."""
+    """Decide like ``decide``, but cache, compile and log nothing."""
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
             return _decide(snapshot, problem, bucket, local, aligned, strict, persistent)
@@ -118,13 +118,13 @@ def with_low_part(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu)
     bucket = bucket_of(M)
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
-            found = modelled(snapshot, problem, bucket, local, snapshot.reserve(local), aligned=True)
-            if not found:
+            candidates = modelled(snapshot, problem, bucket, local, snapshot.reserve(local), aligned=True)
+            if not candidates:
                 return None
             plain = problem._replace(fusion=code_of(problem.op, problem.fusion & ~Fusion.LOW_RANK))
             without = settle(snapshot, plain, bucket, local, aligned=True, strict=False)
             config = None if isinstance(without, Miss) else without.chosen.config
-            return next((one for one in found if one.config == config), found[0])
+            return next((candidate for candidate in candidates if candidate.config == config), candidates[0])
 
 
 def whole_columns(problem: Problem) -> int:
@@ -149,22 +149,22 @@ def with_wide_rows(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu
         return ran.chosen._replace(torch_us=None)  # which has no such rows
     while True:  # each turn drops a bundle
         with contextlib.suppress(Rejected):
-            every = modelled(snapshot, wide, bucket, local, snapshot.view(local, installed=True), aligned=True)
-            return next(filter(_clips_w, every), None)
+            candidates = modelled(snapshot, wide, bucket, local, snapshot.view(local, installed=True), aligned=True)
+            return next(filter(_clips_w, candidates), None)
 
 
 def _clips_w(candidate: Candidate) -> bool:
-    return any(one.argument == "w" for one in candidate.variant.tensor_maps)
+    return any(tensor_map.argument == "w" for tensor_map in candidate.variant.tensor_maps)
 
 
 def _compiled(snapshot: Snapshot, missed: Miss, local: LocalGpu, strict: bool) -> Decision | Miss:
     """The decision over what the compiler makes now, or the miss and why there is nothing."""
     from .compiled import compiled  # here, as it is asked after ``allow_jit`` alone
 
-    made = compiled(missed.problem, local)
-    if isinstance(made, str):
-        return missed._replace(reason=f"{missed.reason} (allow_jit: {made})")
-    snapshot.add(made)
+    bundle = compiled(missed.problem, local)
+    if isinstance(bundle, str):
+        return missed._replace(reason=f"{missed.reason} (allow_jit: {bundle})")
+    snapshot.add(bundle)
     return settle(snapshot, missed.problem, missed.bucket, local, missed.aligned, strict)
 
 
@@ -180,30 +180,30 @@ def _decide(
     how: dict[str, Any] = {"aligned": aligned, "most": 1, "persistent": persistent}
     view = snapshot.view(local, installed=False)
     view.demand_named_files()
-    found = chosen(snapshot, problem, bucket, local, view, **how) if view.usable else []
-    if not _is_unbeatable(found, local):
+    candidates = chosen(snapshot, problem, bucket, local, view, **how) if view.usable else []
+    if not _is_unbeatable(candidates, local):
         view = snapshot.nearer_view(local, registry.names_for(problem.dtype))
-        found = chosen(snapshot, problem, bucket, local, view, **how)
-    if not _is_unbeatable(found, local):
+        candidates = chosen(snapshot, problem, bucket, local, view, **how)
+    if not _is_unbeatable(candidates, local):
         view = snapshot.view(local, installed=True)
-        found = chosen(snapshot, problem, bucket, local, view, **how)
-        if not found or found[0].origin >= Origin.COMPATIBLE:
-            found += modelled(snapshot, problem, bucket, local, view, **how)
-            found.sort(key=lambda candidate: (candidate.origin, candidate.match))
-        if strict and not (found and _has_choice(snapshot, problem, bucket, local, view)):
+        candidates = chosen(snapshot, problem, bucket, local, view, **how)
+        if not candidates or candidates[0].origin >= Origin.COMPATIBLE:
+            candidates += modelled(snapshot, problem, bucket, local, view, **how)
+            candidates.sort(key=lambda candidate: (candidate.origin, candidate.match))
+        if strict and not (candidates and _has_choice(snapshot, problem, bucket, local, view)):
             raise ProblemNotInBundle(_strict_text(problem, bucket, local, view))
-    found = found or modelled(snapshot, problem, bucket, local, snapshot.reserve(local), **how)
-    if not found:
+    candidates = candidates or modelled(snapshot, problem, bucket, local, snapshot.reserve(local), **how)
+    if not candidates:
         return Miss(problem, bucket, aligned, _miss_text(problem, bucket, local, view))
-    by_torch = "" if found[0].torch_us is None else f"; {found[0].by_torch}"
-    return Decision(problem, bucket, aligned, found[0], reason(found[0], problem, bucket, local) + by_torch)
+    by_torch = "" if candidates[0].torch_us is None else f"; {candidates[0].by_torch}"
+    return Decision(problem, bucket, aligned, candidates[0], reason(candidates[0], problem, bucket, local) + by_torch)
 
 
-def _is_unbeatable(found: list[Candidate], local: LocalGpu) -> bool:
+def _is_unbeatable(candidates: list[Candidate], local: LocalGpu) -> bool:
     """Whether no bundle of a later place can rank higher: measured on this GPU, for this bucket and capability."""
-    if not found:
+    if not candidates:
         return False
-    best = found[0]
+    best = candidates[0]
     native = best.usable.bundle.target.sm == local.sm
     return native and best.match is Match.EXACT and best.origin is Origin.THIS_GPU
 
@@ -229,7 +229,7 @@ def forms_of(problem: Problem) -> tuple[Problem, ...]:
         return (problem,)
     others: tuple[Fusion, ...] = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
     others += (Fusion.SILU, Fusion.SILU | Fusion.GATHER) if problem.op is Op.FORWARD else ()
-    return (problem, *(problem._replace(fusion=one, top_k=0) for one in others if one is not problem.fusion))
+    return (problem, *(problem._replace(fusion=fusion, top_k=0) for fusion in others if fusion is not problem.fusion))
 
 
 def reason(candidate: Candidate, problem: Problem, bucket: int, local: LocalGpu) -> str:
@@ -265,10 +265,10 @@ def _standing(candidate: Candidate, bucket: int, local: LocalGpu) -> str:
 
 
 def _nearness(near: Near, local: LocalGpu) -> str:
-    one, count = near.nearest, near.shapes
+    nearest, count = near.nearest, near.shapes
     where = "this GPU" if near.gpu.is_like(local.gpu) else near.gpu.name
     shapes = f"{count} measured shapes near it, the nearest" if count > 1 else "the measured shape nearest to it,"
-    return f"like {shapes} E={one.E} N={one.N} K={one.K} on {where}"
+    return f"like {shapes} E={nearest.E} N={nearest.N} K={nearest.K} on {where}"
 
 
 def miss_reason(problem: Problem, local: LocalGpu, view: View) -> str:
@@ -282,7 +282,7 @@ def miss_reason(problem: Problem, local: LocalGpu, view: View) -> str:
 
 
 def _miss_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
-    """The same, and what to do."""
+    """The reason of a miss, and what to do."""
     from .hints import remedy  # here, as most calls have a choice
 
     why = miss_reason(problem, local, view)
@@ -300,21 +300,21 @@ def _strict_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> 
     )
 
 
-def _tell(snapshot: Snapshot, known: Decision | Miss, local: LocalGpu) -> None:
+def _tell(snapshot: Snapshot, outcome: Decision | Miss, local: LocalGpu) -> None:
     """Log an outcome once: the better the choice, the quieter."""
-    if isinstance(known, Miss):
+    if isinstance(outcome, Miss):
         nothing = not snapshot.view(local, installed=True).usable
-        topic: Hashable = (local, None if nothing else known.problem)
-        if topic not in snapshot.told:
-            snapshot.told.add(topic)
-            _log.warning("pretuned: grouped GEMM runs on torch: %s", known.reason)
+        topic: Hashable = (local, None if nothing else outcome.problem)
+        if topic not in snapshot.logged:
+            snapshot.logged.add(topic)
+            _log.warning("pretuned: grouped GEMM runs on torch: %s", outcome.reason)
         return
-    best = known.chosen
+    best = outcome.chosen
     ideal = best.origin is Origin.THIS_GPU and best.match is Match.EXACT
     if not _log.isEnabledFor(logging.DEBUG if ideal else logging.INFO):
         return
     name = printable(best.usable.path.name)
-    what = (known.problem, known.bucket, local.gpu.name, best.config, name, known.reason)
+    what = (outcome.problem, outcome.bucket, local.gpu.name, best.config, name, outcome.reason)
     if ideal:
         _log.debug("pretuned: %s at M near %d on %s: using %s of %s, %s", *what)
     else:
@@ -323,5 +323,5 @@ def _tell(snapshot: Snapshot, known: Decision | Miss, local: LocalGpu) -> None:
         _log.info(
             "pretuned: no measured choice for %s at M near %d on %s; using %s of %s, %s. %s",
             *what,
-            remedy(known.problem, known.bucket, local.sm, snapshot.view(local, installed=True)),
+            remedy(outcome.problem, outcome.bucket, local.sm, snapshot.view(local, installed=True)),
         )

@@ -62,7 +62,7 @@ class Skipped(NamedTuple):
 
 
 class View(NamedTuple):
-    """What a snapshot holds for one GPU."""
+    """The bundles of a snapshot that a GPU can use, and those that it skips."""
 
     usable: tuple[Usable, ...]
     skipped: tuple[Skipped, ...]
@@ -86,12 +86,12 @@ class Rejected(Exception):
 class Snapshot:
     """The places as they were when they were first read. Bundles are immutable, so it never goes stale.
 
-    All that hangs on which bundles there are lives and dies with the snapshot that it was made from. Of dispatch:
-    ``decisions``, ``rankers``, and ``told``, what it has logged. Of the rooms above, each by a key of its own:
-    ``launchers`` of products, ``passes`` of row operations, and ``plans``, the one table of calls that come again.
-    ``put_off`` counts how often code that is not proven was not used for now, in a graph capture: nothing that was
-    chosen meanwhile is kept.
-    With ``invariance`` all that is decided is so that a row's bits do not depend on its batch (``ranking.py``).
+    Everything that depends on which bundles there are is cached in the snapshot that it was made from. Dispatch has
+    ``decisions``, ``rankers``, and ``logged``, the outcomes that it has logged. The layers above have, each by a key of
+    its own, ``launchers`` of products, ``passes`` of row kernels, and ``plans``, the table of repeated calls.
+    ``put_off`` counts how often an untested kernel was not used for now, in a graph capture: decisions made meanwhile
+    are not cached.
+    With ``invariance`` decisions are such that a row's bits do not depend on its batch (``ranking.py``).
     A child of ``fork`` goes on with its parent's.
     """
 
@@ -122,7 +122,7 @@ class Snapshot:
         self._rejected: dict[BundleFile, BundleError] = {}  # not by content: a copy of it may be whole
         self.places = tuple(asked)
         self.decisions: dict[Any, Any] = {}
-        self.told: set[Hashable] = set()
+        self.logged: set[Hashable] = set()
         self.rankers: dict[Any, Any] = {}
         self.launchers: dict[Any, Any] = {}
         self.passes: dict[Any, Any] = {}
@@ -148,16 +148,16 @@ class Snapshot:
 
         Another thread may be importing such a package, and that import may call pretuned and wait for the lock.
         """
-        found = self._packages
-        if found is None:
-            found = self._packages = tuple(self._installed())  # two threads find the same
-        return found
+        packages = self._packages
+        if packages is None:
+            packages = self._packages = tuple(self._installed())  # two threads find the same
+        return packages
 
     def add(self, bundle: BundleFile) -> None:
         """Use a bundle that this process has made, after all others."""
         place = Place(Kind.PROCESS, Path(bundle.path))
         with lock("bundles"):
-            if all(one.bundle is not bundle for one in self._made):
+            if all(file.bundle is not bundle for file in self._made):
                 self._views.clear()  # before: no fork may come upon a bundle that the views lack
                 self._made += (Found(place, place.path, bundle, None),)
 
@@ -174,19 +174,19 @@ class Snapshot:
         return view
 
     def nearer_view(self, local: LocalGpu, kernels: frozenset[str] | None = None) -> View:
-        """The same with those of the installed ones alone that say that they were measured on such a GPU.
+        """The bundles of ``view``, and of installed packages only bundles that were measured on such a GPU.
 
-        With ``kernels`` pretuned's own bundles count only if they have one of these. Of the others no more is read than
-        that: most first calls need none.
+        With ``kernels`` pretuned's own bundles count only if they have one of these. Of others nothing more is read:
+        most first calls need none of them.
         """
         self._ask_packages()
         key = local, kernels
         with lock("bundles"):
             view = self._views.get(key)
             if view is None:
-                every = self._found(installed=True)
-                near = [one for one in every if _is_near(one, local, kernels)]
-                if len(near) == len(every):
+                files = self._found(installed=True)
+                near = [file for file in files if _is_near(file, local, kernels)]
+                if len(near) == len(files):
                     return self.view(local, installed=True)
                 view = self._views[key] = _view(near, local, self._rejected)
                 self._tell(view.skipped)
@@ -211,19 +211,19 @@ class Snapshot:
         Rejected where their records are damaged.
         """
         key = (bundle.digest, problem)
-        found = self._choices.get(key)
-        if found is None:
+        choices = self._choices.get(key)
+        if choices is None:
             twin = self._twin(bundle, problem)
             try:
-                found, other = bundle.find(problem), bundle.find(twin) if twin is not None else ()
-                if found and other:  # what was merged may have each name of one product of another GPU
-                    own = {(one.bucket, one.gpu) for one in found}
-                    other = tuple(one for one in other if (one.bucket, one.gpu) not in own)
-                found = self._choices[key] = found + other
+                choices, other = bundle.find(problem), bundle.find(twin) if twin is not None else ()
+                if choices and other:  # what was merged may have each name of one product of another GPU
+                    own = {(choice.bucket, choice.gpu) for choice in choices}
+                    other = tuple(choice for choice in other if (choice.bucket, choice.gpu) not in own)
+                choices = self._choices[key] = choices + other
             except BundleError as error:
                 self.reject(bundle, error)
                 raise Rejected from error
-        return found
+        return choices
 
     def variant(self, bundle: BundleFile, index: int) -> Variant:
         """Variant ``index`` of the bundle; Rejected where its record is damaged."""
@@ -239,23 +239,23 @@ class Snapshot:
         Rejected where records are damaged.
         """
         names = [problem, self._twin(bundle, problem) if isinstance(problem, Problem) else None]
-        return tuple(itertools.chain.from_iterable(self._of_kind(bundle, one) for one in names if one is not None))
+        return tuple(itertools.chain.from_iterable(self._of_kind(bundle, name) for name in names if name is not None))
 
     def _of_kind(self, bundle: BundleFile, problem: Problem | RowOpSpec) -> tuple[tuple[int, Variant], ...]:
         kind = problem.op, problem.dtype, problem.layout, problem.fusion
-        key = (bundle.digest, *(one.value for one in kind))
-        found = self._variants.get(key)
-        if found is None:
+        key = (bundle.digest, *(member.value for member in kind))
+        variants = self._variants.get(key)
+        if variants is None:
             try:
-                found = self._variants[key] = bundle.of_kind(*kind)
+                variants = self._variants[key] = bundle.of_kind(*kind)
             except BundleError as error:
                 self.reject(bundle, error)
                 raise Rejected from error
-        return found
+        return variants
 
     def _twin(self, bundle: BundleFile, problem: Problem) -> Problem | None:
         """The problem's twin; None in what this process has made: that hangs on the calls so far, in each its own."""
-        return None if any(one.bundle is bundle for one in self._made) else problem.transposed
+        return None if any(file.bundle is bundle for file in self._made) else problem.transposed
 
     def having(self, problem: Problem, local: LocalGpu) -> list[Usable]:
         """The bundles that have a variant of ``problem``'s kind; where none has, the candidates, if they have.
@@ -264,10 +264,14 @@ class Snapshot:
         """
         while True:  # each turn drops a bundle
             with contextlib.suppress(Rejected):
-                found = [one for one in self.view(local, installed=True).usable if self.variants(one.bundle, problem)]
-                if not found and Fusion.SILU not in problem.fusion:
-                    found = [one for one in self.reserve(local).usable if self.variants(one.bundle, problem)]
-                return found
+                bundles = [
+                    usable
+                    for usable in self.view(local, installed=True).usable
+                    if self.variants(usable.bundle, problem)
+                ]
+                if not bundles and Fusion.SILU not in problem.fusion:
+                    bundles = [usable for usable in self.reserve(local).usable if self.variants(usable.bundle, problem)]
+                return bundles
 
     def serves(self, problem: Problem, local: LocalGpu) -> bool:
         """Whether anything has a variant of ``problem``'s kind."""
@@ -301,31 +305,31 @@ class Snapshot:
         return digest.hexdigest()
 
     def _tell(self, skipped: Iterable[Skipped]) -> None:
-        for one in skipped:
-            topic = one.path, one.reason  # (errors differ: each view makes its own)
-            if topic not in self.told:
-                self.told.add(topic)
+        for entry in skipped:
+            topic = entry.path, entry.reason  # (errors differ: each view makes its own)
+            if topic not in self.logged:
+                self.logged.add(topic)
                 # A directory for several capabilities is ordinary; everything else wants a look.
-                ordinary = one.error is None or isinstance(one.error, TargetMismatch)
+                ordinary = entry.error is None or isinstance(entry.error, TargetMismatch)
                 level = logging.INFO if ordinary else logging.WARNING
-                _log.log(level, "pretuned: skipping %s: %s", printable(str(one.path)), printable(one.reason))
+                _log.log(level, "pretuned: skipping %s: %s", printable(str(entry.path)), printable(entry.reason))
 
 
 def snapshot() -> Snapshot:
     """The process's snapshot, or that of a block of ``hooks.within``, taken at first use."""
-    found: Snapshot = hooks.current()
-    if found is None:
+    current: Snapshot = hooks.current()
+    if current is None:
         with lock("snapshot"):
-            found, mode = hooks.current(), hooks.said()
-            if found is None:
+            current, mode = hooks.current(), hooks.said()
+            if current is None:
                 read = settings()
                 own = mode is hooks.UNSAID or mode == read.invariance
-                found = _with_made(read, read.invariance if own else mode)
+                current = _with_made(read, read.invariance if own else mode)
                 if own:
-                    hooks.snapshot = found
+                    hooks.snapshot = current
                 else:
-                    hooks.in_blocks[mode] = found
-    return found
+                    hooks.in_blocks[mode] = current
+    return current
 
 
 def _with_made(read: Settings, invariance: Invariance | None) -> Snapshot:
@@ -355,7 +359,7 @@ def keep(bundle: BundleFile) -> None:
 
 
 def forget_made() -> None:
-    """Have no later snapshot use what ``keep`` was given."""
+    """Have no later snapshot use the bundles that were passed to ``keep``."""
     _kept.clear()
 
 
@@ -369,45 +373,45 @@ def forget() -> None:
 hooks.on_reload(forget)
 
 
-def _is_near(found: Found, local: LocalGpu, kernels: frozenset[str] | None) -> bool:
-    if found.place.kind is not Kind.INSTALLED or found.bundle is None or not found.bundle.target.runs_on(local.sm):
+def _is_near(file: Found, local: LocalGpu, kernels: frozenset[str] | None) -> bool:
+    if file.place.kind is not Kind.INSTALLED or file.bundle is None or not file.bundle.target.runs_on(local.sm):
         return True
-    if not found.bundle.may_be_of(local.gpu):
+    if not file.bundle.may_be_of(local.gpu):
         return False
-    return kernels is None or found.bundle.may_have(kernels) or not found.place.is_ours()
+    return kernels is None or file.bundle.may_have(kernels) or not file.place.is_ours()
 
 
-def _read(found: Found) -> Found:
-    """The same, with the error that reading its index meets."""
+def _read(file: Found) -> Found:
+    """Read a file's index; return the file, or the file with the error that this meets."""
     try:
-        if found.bundle is not None:
-            found.bundle.variant_count  # noqa: B018 - reads the index
-        return found
+        if file.bundle is not None:
+            file.bundle.variant_count  # noqa: B018 - reads the index
+        return file
     except BundleError as error:
-        return Found(found.place, found.path, None, error)
+        return Found(file.place, file.path, None, error)
 
 
-def _up_to_a_usable(found: Iterable[Found], local: LocalGpu) -> Iterator[Found]:
-    for one in found:
-        yield one
-        if one.bundle is not None and unusable(one.bundle, local) is None:
+def _up_to_a_usable(files: Iterable[Found], local: LocalGpu) -> Iterator[Found]:
+    for file in files:
+        yield file
+        if file.bundle is not None and unusable(file.bundle, local) is None:
             return
 
 
-def _view(found: Iterable[Found], local: LocalGpu, rejected: dict[BundleFile, BundleError], first: int = 0) -> View:
+def _view(files: Iterable[Found], local: LocalGpu, rejected: dict[BundleFile, BundleError], first: int = 0) -> View:
     usable: list[Usable] = []
     skipped: list[Skipped] = []
     seen: dict[bytes, Path] = {}
-    for one in found:
-        bundle = one.bundle
-        error = one.error if bundle is None else rejected.get(bundle) or unusable(bundle, local)
+    for file in files:
+        bundle = file.bundle
+        error = file.error if bundle is None else rejected.get(bundle) or unusable(bundle, local)
         if bundle is None or error is not None:
-            skipped.append(Skipped(one.place, one.path, error, str(error)))
+            skipped.append(Skipped(file.place, file.path, error, str(error)))
         elif bundle.digest in seen:
-            skipped.append(Skipped(one.place, one.path, None, f"the same as {seen[bundle.digest]}"))
+            skipped.append(Skipped(file.place, file.path, None, f"the same as {seen[bundle.digest]}"))
         else:
-            seen[bundle.digest] = one.path
-            usable.append(Usable(first + len(usable), one.place, bundle))
+            seen[bundle.digest] = file.path
+            usable.append(Usable(first + len(usable), file.place, bundle))
             continue
         if bundle is not None:
             bundle.rest()  # of another GPU, perhaps, which reads it again
