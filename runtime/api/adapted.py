@@ -86,7 +86,7 @@ def dropped(
 
 def check_no_gradient(*low: torch.Tensor) -> None:
     """Raise InputError, of a call with ``out``, where A or B has one."""
-    if torch.is_grad_enabled() and any(one.requires_grad for one in low):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in low):
         raise InputError(
             "grouped_gemm: out with a lora that requires grad has no gradient. Leave out away, or use torch.no_grad()"
         )
@@ -100,7 +100,7 @@ def check_columns(B: torch.Tensor, N: int) -> None:
 
 def adapted_layer(
     x: torch.Tensor,
-    given: Weights | FrozenWeights,
+    parameters: Weights | FrozenWeights,
     ids: torch.Tensor,
     weights: torch.Tensor,
     how: Layer,
@@ -120,44 +120,44 @@ def adapted_layer(
     InputError
         for an adapter that doesn't fit its product.
     """
-    wide = layer.columns(given.gate_up, how.layout)
+    wide = layer.columns(parameters.gate_up, how.layout)
     ins = x, x.new_empty((0, wide // 2 if how.act.gated else wide))
     low: list[LowRank | None] = []
-    for one, into, w in zip(lora, ins, given[:2], strict=True):
-        if one is None:
+    for adapter, into, w in zip(lora, ins, parameters[:2], strict=True):
+        if adapter is None:
             low.append(None)
             continue
-        low.append(low_rank_of(one, into, routing.m_sizes, layer.columns(w, how.layout)))
-    pairs = [each for one in low for each in ((None, None) if one is None else one[:2])]
-    scales, adapters = tuple(1.0 if one is None else one.scale for one in low), Adapters(*low)
+        low.append(low_rank_of(adapter, into, routing.m_sizes, layer.columns(w, how.layout)))
+    pairs = [each for adapter in low for each in ((None, None) if adapter is None else adapter[:2])]
+    scales, adapters = tuple(1.0 if adapter is None else adapter.scale for adapter in low), Adapters(*low)
     plan, snapshot, key = None, None, None
     if comes_again and tensors.on_gpu(x) and not torch._C._are_functorch_transforms_active():
         snapshot = dispatch_snapshot.snapshot()
         key = (
             "lora",
-            *key_of(given.gate_up),
-            *key_of(given.down),
+            *key_of(parameters.gate_up),
+            *key_of(parameters.down),
             how,
             bucket_of(ids.numel()),
             scales,
             ids.dtype,
-            *map(_kind, (x[:0], weights[:0], *given[2:], *pairs)),
+            *map(_kind, (x[:0], weights[:0], *parameters[2:], *pairs)),
         )
         plan = snapshot.plans.get(key)
-        if plan is not None and not plan.takes(x, given, ids, weights, adapters=adapters):
+        if plan is not None and not plan.takes(x, parameters, ids, weights, adapters=adapters):
             plan = None
         if plan is None:
-            plan = plan_layer(how, x, given, ids, weights, adapters=adapters)
+            plan = plan_layer(how, x, parameters, ids, weights, adapters=adapters)
     with without_autocast(x.device.type):
         if torch.is_grad_enabled() and any(
-            one is not None and one.requires_grad for one in (x, weights, *given, *pairs)
+            adapter is not None and adapter.requires_grad for adapter in (x, weights, *parameters, *pairs)
         ):
             out: torch.Tensor = layer.AdaptedLayer.apply(  # type: ignore[no-untyped-call]
-                x, *given, weights, routing, how, scales, plan, *pairs
+                x, *parameters, weights, routing, how, scales, plan, *pairs
             )
         else:
             run = layer.forward if plan is None else plan.forward
-            out = run(how, x, given, routing, weights, keeps_h=False, adapters=adapters)[0]
+            out = run(how, x, parameters, routing, weights, keeps_h=False, adapters=adapters)[0]
     if plan is not None and snapshot is not None and plan.programs:
         for name in (key, known_as):
             if name is not None and snapshot.plans.get(name) is not plan:
@@ -165,9 +165,9 @@ def adapted_layer(
     return out
 
 
-def _kind(one: torch.Tensor | None) -> object:
-    """What plans of calls that differ in this tensor differ in."""
-    return None if one is None else (one.dtype, one.shape, one.stride(), one.requires_grad)
+def _kind(tensor: torch.Tensor | None) -> object:
+    """The properties of a tensor that are part of a plan's key."""
+    return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
 
 
 def _usable(x: torch.Tensor, m_sizes: torch.Tensor, lora: Lora) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,13 +186,13 @@ def _usable(x: torch.Tensor, m_sizes: torch.Tensor, lora: Lora) -> tuple[torch.T
         "lora.A": lora.A.dim() == 3 and lora.A.shape[2] == K and 1 <= r <= MAX_RANK,
         "lora.B": lora.B.dim() == 3 and lora.B.shape[2] == r,
     }
-    found = []
-    for of_r, name, one in ((1, "lora.A", lora.A), (2, "lora.B", lora.B)):
-        if not fits[name] or one.shape[0] not in (1, E):
-            tensors.bad(name, f"of shape {list(one.shape)}", wanted[name])
-        if not one.dtype.is_floating_point:
-            tensors.bad(name, f"{one.dtype}", "a floating-point type")
-        if one.device != x.device:
-            tensors.bad(name, f"on {one.device}", f"x's device, {x.device}")
-        found.append(as_read(one, x.dtype, E, of_r))
-    return found[0], found[1]
+    matrices = []
+    for of_r, name, matrix in ((1, "lora.A", lora.A), (2, "lora.B", lora.B)):
+        if not fits[name] or matrix.shape[0] not in (1, E):
+            tensors.bad(name, f"of shape {list(matrix.shape)}", wanted[name])
+        if not matrix.dtype.is_floating_point:
+            tensors.bad(name, f"{matrix.dtype}", "a floating-point type")
+        if matrix.device != x.device:
+            tensors.bad(name, f"on {matrix.device}", f"x's device, {x.device}")
+        matrices.append(as_read(matrix, x.dtype, E, of_r))
+    return matrices[0], matrices[1]

@@ -14,7 +14,7 @@ from ..weights.quantized_rows import QuantizedRows, checked
 
 
 def run(
-    given: QuantizedRows,
+    coded: QuantizedRows,
     w: torch.Tensor | ExpertWeights,
     m_sizes: torch.Tensor,
     form: Form,
@@ -34,7 +34,7 @@ def run(
     InputError
         for what can't be used, a gradient or an adapter that is asked for, and where no kernel reads x as codes.
     """
-    (codes, scale), x = checked("grouped_gemm", "x", given, w), given.stand_in()
+    (codes, scale), x = checked("grouped_gemm", "x", coded, w), coded.stand_in()
     if tensors.is_traced(x, codes, scale, m_sizes, gather_indices, topk_weights, bias):
         raise refusal("grouped_gemm", "x", "a call that torch traces")
     if lora is not None:
@@ -43,7 +43,7 @@ def run(
     call, _ = check(x, w, m_sizes, form, *parts, copies=False)
     if out is not None:
         tensors.check_apart(out, **{"x.codes": codes, "x.scale": scale})
-    learns = any(one is not None and one.requires_grad for one in (topk_weights, bias))
+    learns = any(tensor is not None and tensor.requires_grad for tensor in (topk_weights, bias))
     if torch.is_grad_enabled() and learns:
         raise refusal("grouped_gemm", "x", "a gradient")
     with without_autocast(codes.device.type):

@@ -167,17 +167,17 @@ def grouped_gemm_dW(
     return dw if dw is not None else rows.x.new_zeros(shape)
 
 
-def _check_mode(call: str, *given: object) -> None:
+def _check_mode(call: str, *arguments: object) -> None:
     if tensors.duals._current_level >= 0:
-        tensors.no_tangents(call, *given)
+        tensors.no_tangents(call, *arguments)
     if tensors.jit_state() is not None:
         raise InputError(
             f"{call}: torch.jit.trace would keep these counts for good; of pretuned it can trace grouped_gemm"
         )
 
 
-def _in_memory(**given: torch.Tensor | None) -> Iterator[Any]:
-    return (None if one is None else tensors.in_memory(name, one) for name, one in given.items())
+def _in_memory(**arguments: torch.Tensor | None) -> Iterator[Any]:
+    return (None if tensor is None else tensors.in_memory(name, tensor) for name, tensor in arguments.items())
 
 
 def _check_dy(dy: torch.Tensor, N: int | None, dtype: torch.dtype, owner: str) -> None:

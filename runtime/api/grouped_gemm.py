@@ -373,8 +373,8 @@ def grouped_gemm(
     )
 
 
-def _sizes(*given: torch.Tensor | None) -> tuple[object, ...]:
-    return tuple([None if one is None else (one.shape, one.stride()) for one in given])
+def _sizes(*operands: torch.Tensor | None) -> tuple[object, ...]:
+    return tuple([None if operand is None else (operand.shape, operand.stride()) for operand in operands])
 
 
 def _expected(rows: int, M: int, gather_indices: torch.Tensor | None) -> int | None:
@@ -448,24 +448,24 @@ def _run(
             lora=lora,
             expected_rows=expected_rows,
         )
-    for name, one in (("x", x), ("w", w), ("m_sizes", m_sizes)):
-        if not isinstance(one, torch.Tensor) and not (one is w and tensors.is_quantised(w)):
-            tensors.bad(name, f"a {type(one).__name__}", "a torch.Tensor" + " or ExpertWeights" * (name == "w"))
+    for name, value in (("x", x), ("w", w), ("m_sizes", m_sizes)):
+        if not isinstance(value, torch.Tensor) and not (value is w and tensors.is_quantised(w)):
+            tensors.bad(name, f"a {type(value).__name__}", "a torch.Tensor" + " or ExpertWeights" * (name == "w"))
     if not isinstance(w, torch.Tensor) and form.names_kernels:
         raise InputError(
             "grouped_gemm: a kernel_config_* with ExpertWeights is a Config or a Choice, wanted what "
             "get_or_autotune_moe_kernels(..., weights=w) returned. Leave it out; autotune=True measures "
             "their kernels"
         )
-    given = x, w, bias
+    originals = x, w, bias
     if torch.is_autocast_enabled(x.device.type):
         x, w, bias = autocast(x, w, bias)
     call, rows = check(x, w, m_sizes, form, gather_indices, topk_weights, fuse_mul_post, bias, out, expected_rows)
-    own = rows is given[0] and bias is given[2] and w is given[1]
+    own = rows is originals[0] and bias is originals[2] and w is originals[1]
     x = rows
-    made = None
+    new_plan = None
     if keep is not None and own and lora is None:
-        made = plan(call, x, w, topk_weights, bias, gather_indices, out, varies=keep[2])
+        new_plan = plan(call, x, w, topk_weights, bias, gather_indices, out, varies=keep[2])
     if form.autotune:
         _tune(call, x)
     fusions = call.fusions
@@ -476,10 +476,12 @@ def _run(
         sizes = (call.M, call.x_rows, call.y_rows)
         inputs_with_grad = any(t is not None and t.requires_grad for t in (x, w, fusions.weights, fusions.bias))
         if not (inputs_with_grad and torch.is_grad_enabled()):
-            if made is None:
+            if new_plan is None:
                 y = gradients.forward(call, x, out)
             else:
-                y, _ = made.forward(x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, sizes, out=out)
+                y, _ = new_plan.forward(
+                    x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, sizes, out=out
+                )
             if out is not None:  # a launch changes it unseen: whoever saved it for a gradient has to be told
                 torch.autograd.graph.increment_version(out)
         elif out is not None:
@@ -491,9 +493,9 @@ def _run(
             from ..ops.autograd import GroupedGemm  # here, as a call without a gradient needs none
 
             y = GroupedGemm.apply(
-                x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, call.form, sizes, made
+                x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, call.form, sizes, new_plan
             )  # type: ignore[no-untyped-call]
-    _kept(keep, made)
+    _kept(keep, new_plan)
     return y
 
 
@@ -508,41 +510,41 @@ def _adapted(
     """y of a checked call with an adapter; a plan of one that can have it is put into ``keep``."""
     from .adapted import check_no_gradient, low_rank_of  # here, as it imports all of a layer
 
-    one, fusions = low_rank_of(lora, x, call.m_sizes, call.N), call.fusions
+    adapter, fusions = low_rank_of(lora, x, call.m_sizes, call.N), call.fusions
     index, weights, bias = fusions.index, fusions.weights, fusions.bias
     if out is not None:
-        tensors.check_apart(out, **{"lora.A": one.A, "lora.B": one.B})
-    learns = any(each is not None and each.requires_grad for each in (x, call.w, weights, bias, one.A, one.B))
-    made, sizes = None, (call.M, call.x_rows, call.y_rows)
+        tensors.check_apart(out, **{"lora.A": adapter.A, "lora.B": adapter.B})
+    learns = any(each is not None and each.requires_grad for each in (x, call.w, weights, bias, adapter.A, adapter.B))
+    new_plan, sizes = None, (call.M, call.x_rows, call.y_rows)
     if keep is not None and not _transformed():
-        made = plan(call, x, w, weights, bias, index, out, varies=keep[2], one=one)
+        new_plan = plan(call, x, w, weights, bias, index, out, varies=keep[2], adapter=adapter)
     if not (learns and torch.is_grad_enabled()):
-        if made is None:
-            y: torch.Tensor = gradients.with_adapter(call, x, one, out)[0]
+        if new_plan is None:
+            y: torch.Tensor = gradients.with_adapter(call, x, adapter, out)[0]
         else:
-            y = made.forward(x, call.w, call.m_sizes, weights, bias, index, sizes, one, out)[0]
+            y = new_plan.forward(x, call.w, call.m_sizes, weights, bias, index, sizes, adapter, out)[0]
         if out is not None:  # a launch changes it unseen
             torch.autograd.graph.increment_version(out)
-        _kept(keep, made)
+        _kept(keep, new_plan)
         return y
     if out is not None:
-        check_no_gradient(one.A, one.B)
+        check_no_gradient(adapter.A, adapter.B)
         raise InputError(
             "grouped_gemm: out with an input that requires grad has no gradient. Leave out away, or use torch.no_grad()"
         )
     from ..ops.autograd import Adapted, AdaptedGemm
 
-    how = Adapted(call.form, sizes, one.scale, made)
-    y = AdaptedGemm.apply(x, call.w, call.m_sizes, weights, bias, one.A, one.B, index, how)  # type: ignore[no-untyped-call]
-    _kept(keep, made)
+    how = Adapted(call.form, sizes, adapter.scale, new_plan)
+    y = AdaptedGemm.apply(x, call.w, call.m_sizes, weights, bias, adapter.A, adapter.B, index, how)  # type: ignore[no-untyped-call]
+    _kept(keep, new_plan)
     return y
 
 
-def _kept(place: _Place | None, made: ProductPlan | None) -> None:
+def _kept(place: _Place | None, new_plan: ProductPlan | None) -> None:
     """Put a plan into its place, where there are both, and all of the call was written down."""
-    if place is not None and made is not None and made.program is not None:
+    if place is not None and new_plan is not None and new_plan.program is not None:
         table, key, _ = place
-        remember(table, key, made)
+        remember(table, key, new_plan)
 
 
 def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
@@ -577,6 +579,10 @@ def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
 def _tune(call: Call, x: torch.Tensor) -> None:
     tuner = hooks.demand_tuner()
     if tuner is not None and x.is_cuda and call.M:
-        every = problems(call, x)
-        for dtype in dict.fromkeys(one.dtype for one in every):
-            tuner(tuple(one for one in every if one.dtype is dtype), call.form.bucket or call.M, x.get_device())
+        wanted = problems(call, x)
+        for dtype in dict.fromkeys(problem.dtype for problem in wanted):
+            tuner(
+                tuple(problem for problem in wanted if problem.dtype is dtype),
+                call.form.bucket or call.M,
+                x.get_device(),
+            )

@@ -38,7 +38,7 @@ _written = torch.autograd.graph.increment_version  # a launch that autograd does
 
 def run(
     hidden: torch.Tensor | QuantizedRows,
-    given: tuple[_W, _W, torch.Tensor | None, torch.Tensor | None],
+    parameters: tuple[_W, _W, torch.Tensor | None, torch.Tensor | None],
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     act: tuple[str | Activation, bool, bool],
@@ -51,17 +51,17 @@ def run(
     key: object,
     snapshot: Snapshot | None,
 ) -> torch.Tensor:
-    """What ``moe_mlp`` returns.
+    """The result of ``moe_mlp``.
 
-    ``given`` are the weights and biases of both products, ``act`` the activation, and whether it has a gate, and an
-    interleaved one. A plan of the layer, where there is one, is put into ``snapshot``, under ``key``.
+    ``parameters`` are the weights and biases of both products, ``act`` the activation, and whether it has a gate, and
+    an interleaved one. A plan of the layer, where there is one, is put into ``snapshot``, under ``key``.
 
     Raises
     ------
     InputError
         for tensors that can't be used, or parameters that exclude each other.
     """
-    gate_up_weight, down_weight, gate_up_bias, down_bias = given
+    gate_up_weight, down_weight, gate_up_bias, down_bias = parameters
     activation, gated, interleaved = act
     coded = None
     if isinstance(hidden, QuantizedRows):
@@ -99,19 +99,19 @@ def run(
     how = Layer(k, Layout(w_layout), RowActivation(function, gated, interleaved), bucket)
     if gated and (wide := layer.columns(gate_up_weight, how.layout)) % 2:
         raise InputError(f"moe_mlp: gate and up have {wide} columns together, wanted an even number")
-    others = [one for one in (down_weight, gate_up_bias, down_bias, topk_weights) if one is not None]
+    others = [tensor for tensor in (down_weight, gate_up_bias, down_bias, topk_weights) if tensor is not None]
     adapters = adapters_given(lora)
     if out is not None:
         _check_out(out, hidden, [hidden, gate_up_weight, *others], adapters, topk_weights, down_bias)
         if coded is not None:
             tensors.check_apart(out, "moe_mlp", **{"hidden.codes": coded.codes, "hidden.scale": coded.scale})
-    low = [one for pair in adapters if isinstance(pair, Lora) for one in pair[:2]]
+    low = [tensor for pair in adapters if isinstance(pair, Lora) for tensor in pair[:2]]
     drops = any(isinstance(pair, Lora) and pair.dropout for pair in adapters)
     is_traced = tensors.is_traced(x, gate_up_weight, topk_ids, *others, *low)
     if coded is not None:
         _check_coded(is_traced, weights_on, adapters, others)
     if drops or weights_on == "input" or is_traced:
-        found = _composed(
+        result = _composed(
             x,
             gate_up_weight,
             down_weight,
@@ -126,19 +126,19 @@ def run(
             expected_rows,
         )
         if out is not None:
-            return out.copy_(found.view(out.shape))
+            return out.copy_(result.view(out.shape))
     else:
         weights = weights_of(gate_up_weight, down_weight, gate_up_bias, down_bias)
         plan = None
         if key is not None and snapshot is not None and lora is None:
             plan = plan_layer(how, hidden, weights, topk_ids, topk_weights, out)
-        found = _fused(x, weights, topk_ids, topk_weights, how, w_layout, plan, out, adapters, key, coded)
+        result = _fused(x, weights, topk_ids, topk_weights, how, w_layout, plan, out, adapters, key, coded)
         if plan is not None and snapshot is not None and plan.programs:
             remember(snapshot.plans, key, plan)
     if out is not None:
         _written(out)
         return out
-    return found.to(hidden.dtype).view(hidden.shape)
+    return result.to(hidden.dtype).view(hidden.shape)
 
 
 def _check_coded(
@@ -148,7 +148,7 @@ def _check_coded(
     others: list[torch.Tensor | ExpertWeights],
 ) -> None:
     """Raise InputError for what a layer of ``QuantizedRows`` can't be."""
-    learns = torch.is_grad_enabled() and any(one.requires_grad for one in others)
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in others)
     for there, what in (
         (is_traced, "a call that torch traces"),
         (weights_on == "input", "weights_on='input'"),
@@ -162,58 +162,58 @@ def _check_coded(
 def _check_out(
     out: torch.Tensor,
     hidden: torch.Tensor,
-    every: list[torch.Tensor | ExpertWeights],
+    inputs: list[torch.Tensor | ExpertWeights],
     adapters: tuple[Lora | None, Lora | None],
     topk_weights: torch.Tensor,
     down_bias: torch.Tensor | None,
 ) -> None:
     """Raise InputError unless ``out`` can take what a layer comes to."""
     tensors.tensors("moe_mlp", out=out)
-    told = f"{list(out.shape)} {out.dtype} on {out.device}"
+    got = f"{list(out.shape)} {out.dtype} on {out.device}"
     if out.shape != hidden.shape or out.dtype is not hidden.dtype or out.device != hidden.device:
         wanted = f"hidden's {list(hidden.shape)} {hidden.dtype} on {hidden.device}"
-        tensors.bad("out", told, wanted, "moe_mlp")
+        tensors.bad("out", got, wanted, "moe_mlp")
     if not out.is_contiguous():
         tensors.bad("out", f"with strides {list(out.stride())}", "a contiguous tensor", "moe_mlp")
-    learns = [one for one in (out, *every) if isinstance(one, torch.Tensor)]
-    if torch.is_grad_enabled() and (any(adapters) or any(one.requires_grad for one in learns)):
+    learns = [tensor for tensor in (out, *inputs) if isinstance(tensor, torch.Tensor)]
+    if torch.is_grad_enabled() and (any(adapters) or any(tensor.requires_grad for tensor in learns)):
         tensors.bad("out", "given to a call that needs a gradient", "None, or torch.no_grad()", "moe_mlp")
     if not _tracing():
         tensors.check_apart(out, "moe_mlp", topk_weights=topk_weights, down_bias=down_bias)
 
 
-def _check_tensors(every: dict[str, torch.Tensor | ExpertWeights], **biases: torch.Tensor | None) -> None:
+def _check_tensors(arguments: dict[str, torch.Tensor | ExpertWeights], **biases: torch.Tensor | None) -> None:
     """Raise InputError, by the caller's names, for tensors that are of no use by their types, dtypes and devices."""
     quantised: dict[str, ExpertWeights] = {}
-    given: dict[str, torch.Tensor] = {}
-    for name, one in every.items():
-        if name.endswith("_weight") and isinstance(one, ExpertWeights):
-            quantised[name] = one
+    plain: dict[str, torch.Tensor] = {}
+    for name, value in arguments.items():
+        if name.endswith("_weight") and isinstance(value, ExpertWeights):
+            quantised[name] = value
         else:
-            given[name] = one  # type: ignore[assignment]
-    tensors.tensors("moe_mlp", **given)
+            plain[name] = value  # type: ignore[assignment]
+    tensors.tensors("moe_mlp", **plain)
     tensors.tensors_or_none("moe_mlp", **biases)
-    hidden, ids = given["hidden"], given["topk_ids"]
+    hidden, ids = plain["hidden"], plain["topk_ids"]
     if not hidden.dim() or not hidden.shape[-1]:
         tensors.bad("hidden", f"of shape {list(hidden.shape)}", "[T, H] (or [..., H]) with H of at least 1", "moe_mlp")
     tensors.check_dtype("hidden", hidden, "moe_mlp")
     check_ids(ids, "moe_mlp")
     cast = check_call.casts(hidden.device.type)
-    there = {name: one for name, one in (*given.items(), *biases.items()) if one is not None}
-    devices = {name: one.device for name, one in there.items()} | {name: w.device for name, w in quantised.items()}
+    there = {name: value for name, value in (*plain.items(), *biases.items()) if value is not None}
+    devices = {name: value.device for name, value in there.items()} | {name: w.device for name, w in quantised.items()}
     for name, device in devices.items():
         if device != hidden.device:
             tensors.bad(name, f"on {device}", f"hidden's device, {hidden.device}", "moe_mlp")
-    for name, one in there.items():
-        if one is not ids and not one.dtype.is_floating_point:
-            tensors.bad(name, f"{one.dtype}", "a floating-point type", "moe_mlp")
-        if not (cast or name in ("topk_ids", "topk_weights") or one.dtype is hidden.dtype):
-            tensors.bad(name, f"{one.dtype}", f"hidden's dtype, {hidden.dtype}", "moe_mlp")
+    for name, value in there.items():
+        if value is not ids and not value.dtype.is_floating_point:
+            tensors.bad(name, f"{value.dtype}", "a floating-point type", "moe_mlp")
+        if not (cast or name in ("topk_ids", "topk_weights") or value.dtype is hidden.dtype):
+            tensors.bad(name, f"{value.dtype}", f"hidden's dtype, {hidden.dtype}", "moe_mlp")
 
 
 def _fused(
     x: torch.Tensor,
-    given: Weights | FrozenWeights,
+    parameters: Weights | FrozenWeights,
     ids: torch.Tensor,
     weights: torch.Tensor,
     how: Layer,
@@ -228,34 +228,36 @@ def _fused(
 
     ``into`` takes what it comes to. x stands for ``coded``, where that is given.
     """
-    x, gate_up, gate_up_bias = check_call.autocast(x, given.gate_up, given.gate_up_bias)
-    _, down, down_bias = check_call.autocast(x, given.down, given.down_bias)
-    own = gate_up is given.gate_up and down is given.down
-    given = weights_of(gate_up, down, gate_up_bias, down_bias)
+    x, gate_up, gate_up_bias = check_call.autocast(x, parameters.gate_up, parameters.gate_up_bias)
+    _, down, down_bias = check_call.autocast(x, parameters.down, parameters.down_bias)
+    own = gate_up is parameters.gate_up and down is parameters.down
+    parameters = weights_of(gate_up, down, gate_up_bias, down_bias)
     routing = sort(ids, gate_up.shape[0])
-    x = _checked(x, given, weights, how, routing, w_layout, copies=coded is None)
+    x = _checked(x, parameters, weights, how, routing, w_layout, copies=coded is None)
     if any(lora):
-        found = adapted_layer(
-            x, given, ids, weights, how, routing, lora, comes_again=own, known_as=None if into is not None else key
+        result = adapted_layer(
+            x, parameters, ids, weights, how, routing, lora, comes_again=own, known_as=None if into is not None else key
         )
-        return found if into is None else into.view(found.shape).copy_(found)
+        return result if into is None else into.view(result.shape).copy_(result)
     with without_autocast(x.device.type):
-        if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weights, *given)):
-            out: torch.Tensor = MoeLayer.apply(x, *given, weights, routing, how, plan)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and any(
+            tensor is not None and tensor.requires_grad for tensor in (x, weights, *parameters)
+        ):
+            out: torch.Tensor = MoeLayer.apply(x, *parameters, weights, routing, how, plan)  # type: ignore[no-untyped-call]
             return out
         into = None if into is None else into.view(-1, into.shape[-1])
         if coded is not None:
             codes, scale = coded
-            return layer.forward(how, codes, given, routing, weights, keeps_h=False, into=into, x_scale=scale)[0]
+            return layer.forward(how, codes, parameters, routing, weights, keeps_h=False, into=into, x_scale=scale)[0]
         run = layer.forward if plan is None else plan.forward
         if into is None or into.dtype is x.dtype:
-            return run(how, x, given, routing, weights, keeps_h=False, into=into)[0]
-        return into.copy_(run(how, x, given, routing, weights, keeps_h=False)[0])  # autocast: x has another dtype
+            return run(how, x, parameters, routing, weights, keeps_h=False, into=into)[0]
+        return into.copy_(run(how, x, parameters, routing, weights, keeps_h=False)[0])  # autocast: x has another dtype
 
 
 def _checked(
     x: torch.Tensor,
-    given: Weights | FrozenWeights,
+    parameters: Weights | FrozenWeights,
     weights: torch.Tensor,
     how: Layer,
     routing: Routing,
@@ -264,7 +266,7 @@ def _checked(
     copies: bool = True,
 ) -> torch.Tensor:
     """x with rows that can be used, or without ``copies`` as it is; InputError for what the GEMMs can't take."""
-    gate_up, down, gate_up_bias, down_bias = given
+    gate_up, down, gate_up_bias, down_bias = parameters
     index, m_sizes, *_ = routing
     with _product("gate_up"):
         first = tensors.check(x, gate_up, m_sizes, w_layout, copies=copies)
@@ -272,10 +274,17 @@ def _checked(
     I = first.N // 2 if how.act.gated else first.N  # noqa: E741
     with _product("down"):
         second = tensors.check(x.new_empty((0, I)), down, m_sizes, w_layout)
-    for one, bias, name in ((first, gate_up_bias, "gate_up"), (second, down_bias, "down")):
+    for product, bias, name in ((first, gate_up_bias, "gate_up"), (second, down_bias, "down")):
         with _product(name):
             check_fusions(
-                form, m_sizes, x.dtype, one.N, gather_indices=index, topk_weights=weights, fuse_mul_post=True, bias=bias
+                form,
+                m_sizes,
+                x.dtype,
+                product.N,
+                gather_indices=index,
+                topk_weights=weights,
+                fuse_mul_post=True,
+                bias=bias,
             )
     if second.N != first.K:
         raise InputError(
@@ -288,7 +297,7 @@ def _checked(
 
 @contextlib.contextmanager
 def _product(name: str) -> Iterator[None]:
-    """What a product's check says of w and bias is told of the caller's own arguments."""
+    """Have the errors of a product's check name the caller's own arguments in place of w and bias."""
     try:
         yield
     except InputError as error:

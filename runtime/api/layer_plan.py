@@ -52,15 +52,19 @@ class LayerPlan(Programs):
         self,
         how: Layer,
         hidden: torch.Tensor,
-        given: Weights | FrozenWeights,
+        parameters: Weights | FrozenWeights,
         there: Sequence[int],
         behind: int,
         same: Guard,
         grad: bool,
     ) -> None:
         super().__init__(hidden, grad=grad, varies=True)
-        self.how, self._same, self._low, self._lows = how, same, hidden.data_ptr() & LOW, _lows(given)
-        self.E, self._sizes, self._dense = given.gate_up.shape[0], (how.top_k, hidden.shape[-1]), type(given) is Weights
+        self.how, self._same, self._low, self._lows = how, same, hidden.data_ptr() & LOW, _lows(parameters)
+        self.E, self._sizes, self._dense = (
+            parameters.gate_up.shape[0],
+            (how.top_k, hidden.shape[-1]),
+            type(parameters) is Weights,
+        )
         self._there, self._behind = itemgetter(*there), behind  # where biases and adapters begin
         self.programs: dict[bool, Program] = {}  # by whether h is kept
 
@@ -80,7 +84,7 @@ class LayerPlan(Programs):
 
         ``lora`` are the adapters of both products (``api.lora.Lora``), if there are any.
         """
-        given: Any = (Weights if self._dense else FrozenWeights)(gate_up, down, gate_up_bias, down_bias)  # type: ignore[arg-type]
+        parameters: Any = (Weights if self._dense else FrozenWeights)(gate_up, down, gate_up_bias, down_bias)  # type: ignore[arg-type]
         x, adapters = hidden, NO_ADAPTERS
         if lora is not None:
             first, second = lora
@@ -93,7 +97,7 @@ class LayerPlan(Programs):
                 return None
             # (As when it was written down.)
             x = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
-        if not self.takes(x, given, ids, weights, out, adapters):
+        if not self.takes(x, parameters, ids, weights, out, adapters):
             return None
         grad = (self.grad or (out is not None and out.requires_grad)) and torch.is_grad_enabled()
         if (grad or lora is not None) and (out is not None or _transformed()):
@@ -101,30 +105,30 @@ class LayerPlan(Programs):
         x = x if x.dim() == 2 else x.view(-1, x.shape[-1])
         routing = sort(ids, self.E)
         if out is not None:
-            self.forward(self.how, x, given, routing, weights, keeps_h=False, into=out.view(x.shape))
+            self.forward(self.how, x, parameters, routing, weights, keeps_h=False, into=out.view(x.shape))
             _written(out)
             return out
         if not grad:
-            found, *_ = self.forward(self.how, x, given, routing, weights, keeps_h=False, adapters=adapters)
+            result, *_ = self.forward(self.how, x, parameters, routing, weights, keeps_h=False, adapters=adapters)
         elif lora is None:
-            found = _apply(x, *given, weights, routing, self.how, self)
+            result = _apply(x, *parameters, weights, routing, self.how, self)
         else:
-            scales = tuple(1.0 if one is None else one.scale for one in adapters)
-            found = _apply_adapted(x, *given, weights, routing, self.how, scales, self, *_low(adapters))
-        return found if hidden.dim() == 2 else found.view(hidden.shape)
+            scales = tuple(1.0 if adapter is None else adapter.scale for adapter in adapters)
+            result = _apply_adapted(x, *parameters, weights, routing, self.how, scales, self, *_low(adapters))
+        return result if hidden.dim() == 2 else result.view(hidden.shape)
 
     def takes(
         self,
         hidden: torch.Tensor,
-        given: Weights | FrozenWeights,
+        parameters: Weights | FrozenWeights,
         ids: torch.Tensor,
         weights: torch.Tensor,
         out: torch.Tensor | None = None,
         adapters: Adapters = NO_ADAPTERS,
     ) -> bool:
         """Whether a call on these tensors, of as many rows by bucket, is like the first."""
-        every: Any = (hidden, ids, weights, *(given if self._dense else _operands(given)))
-        some = self._there(every if adapters is NO_ADAPTERS else every + _low(adapters))
+        inputs: Any = (hidden, ids, weights, *(parameters if self._dense else _operands(parameters)))
+        some = self._there(inputs if adapters is NO_ADAPTERS else inputs + _low(adapters))
         biases = some[self._behind :]
         if out is None:
             if not self._same(*some):
@@ -142,8 +146,8 @@ class LayerPlan(Programs):
             and hidden.is_contiguous()
             and weights.is_contiguous()
             and hidden.data_ptr() & LOW == self._low
-            and (self._dense or _lows(given) == self._lows)
-            and not (biases and any(one.data_ptr() & LOW for one in biases))
+            and (self._dense or _lows(parameters) == self._lows)
+            and not (biases and any(bias.data_ptr() & LOW for bias in biases))
             and (self._alone or device_is_current(self._device))
         )
 
@@ -151,7 +155,7 @@ class LayerPlan(Programs):
         self,
         how: Layer,
         x: torch.Tensor,
-        given: Weights | FrozenWeights,
+        parameters: Weights | FrozenWeights,
         routing: Routing,
         weights: torch.Tensor,
         *,
@@ -159,31 +163,31 @@ class LayerPlan(Programs):
         into: torch.Tensor | None = None,
         adapters: Adapters = NO_ADAPTERS,
     ) -> layer.Forward:
-        """As ``layer.forward``, without a look at the tensors: ``takes``, or every check, had one."""
+        """Run ``layer.forward`` without checks: ``takes``, or the checks of a first call, looked at the tensors."""
         M = routing.gather_indices.numel()
-        every: Any = (x, *(given if self._dense else _operands(given)), weights, *routing, into)
+        inputs: Any = (x, *(parameters if self._dense else _operands(parameters)), weights, *routing, into)
         if adapters is not NO_ADAPTERS:
-            every += _low(adapters)
+            inputs += _low(adapters)
         program = self.programs.get(keeps_h)
         if program is not None:
-            return program.run(M, stream_of(self._device), every)  # type: ignore[return-value]
-        found, program = self._recorded(
+            return program.run(M, stream_of(self._device), inputs)  # type: ignore[return-value]
+        results, program = self._recorded(
             M,
-            every,
+            inputs,
             lambda do: layer.forward(
-                how, x, given, routing, weights, keeps_h=keeps_h, do=do, into=into, adapters=adapters
+                how, x, parameters, routing, weights, keeps_h=keeps_h, do=do, into=into, adapters=adapters
             ),
         )
         if program is not None:
             self.programs[keeps_h] = program
-        return found  # type: ignore[return-value]
+        return results  # type: ignore[return-value]
 
     def gradients(
         self,
         how: Layer,
         dout: torch.Tensor,
         x: torch.Tensor | None,
-        given: Weights | FrozenWeights,
+        parameters: Weights | FrozenWeights,
         weights: torch.Tensor,
         h: torch.Tensor,
         routing: Routing,
@@ -191,22 +195,22 @@ class LayerPlan(Programs):
         adapters: Adapters = NO_ADAPTERS,
         narrow: Narrow = NOTHING_NARROW,
     ) -> Results | None:
-        """As ``layer.all_gradients``; None where that has to compute them."""
+        """The gradients of ``layer.all_gradients``, by a program; None if that has to compute them."""
         T, M = dout.shape[0], routing.gather_indices.shape[0]
         if T * how.top_k != M or h.shape[0] != M or weights.shape[0] != T or (x is not None and x.shape[0] != T):
             return None
         dout = in_memory("dout", dout, "moe_mlp")
-        every: Any = (dout, h, x, weights, *narrow, *(given if self._dense else _operands(given)))
-        every += routing if adapters is NO_ADAPTERS else (*_low(adapters), *routing)
-        known = self._gradients.get(needs)
-        if known is not None:
-            return self._again(known, M, every, loose=6)
+        inputs: Any = (dout, h, x, weights, *narrow, *(parameters if self._dense else _operands(parameters)))
+        inputs += routing if adapters is NO_ADAPTERS else (*_low(adapters), *routing)
+        gradient = self._gradients.get(needs)
+        if gradient is not None:
+            return self._again(gradient, M, inputs, loose=6)
         return self._first(
             needs,
             M,
-            every,
-            len(every) - len(routing),
-            lambda do: layer.all_gradients(how, dout, x, given, weights, h, routing, needs, adapters, narrow, do),
+            inputs,
+            len(inputs) - len(routing),
+            lambda do: layer.all_gradients(how, dout, x, parameters, weights, h, routing, needs, adapters, narrow, do),
             loose=6,
         )
 
@@ -214,7 +218,7 @@ class LayerPlan(Programs):
 def plan_layer(
     how: Layer,
     hidden: torch.Tensor,
-    given: Weights | FrozenWeights,
+    parameters: Weights | FrozenWeights,
     ids: torch.Tensor,
     weights: torch.Tensor,
     out: torch.Tensor | None = None,
@@ -225,50 +229,59 @@ def plan_layer(
     The tensors are as the caller passed them; adapters are as the products take them.
     """
     T, H, M = ids.shape[0], hidden.shape[-1], ids.numel()
-    wide = columns(given.gate_up, how.layout)
+    wide = columns(parameters.gate_up, how.layout)
     if not check_tensors.on_gpu(hidden) or not replays(hidden.dtype) or not (M and H and wide > 1):
         return None
     if M >= MOST_ROWS or hidden.numel() != T * H or not (hidden.is_contiguous() and weights.is_contiguous()):
         return None
-    if any(one is not None and (one.dtype is not hidden.dtype or not one.is_contiguous()) for one in given[2:]):
+    if any(
+        tensor is not None and (tensor.dtype is not hidden.dtype or not tensor.is_contiguous())
+        for tensor in parameters[2:]
+    ):
         return None
-    for one in given[:2]:
-        if not (one.is_prepared if isinstance(one, ExpertWeights) else one.dtype is hidden.dtype):
+    for tensor in parameters[:2]:
+        if not (tensor.is_prepared if isinstance(tensor, ExpertWeights) else tensor.dtype is hidden.dtype):
             return None
-    operands = _operands(given)
-    every = (hidden, ids, weights, *operands, *(() if adapters is NO_ADAPTERS else _low(adapters)))
-    there = [i for i, one in enumerate(every) if one is not None]
-    tensors, behind = [one for one in every if one is not None], 3 + sum(one is not None for one in operands[:-2])
-    if any(one.data_ptr() & LOW for one in tensors[behind:]):
+    operands = _operands(parameters)
+    inputs = (hidden, ids, weights, *operands, *(() if adapters is NO_ADAPTERS else _low(adapters)))
+    there = [i for i, tensor in enumerate(inputs) if tensor is not None]
+    tensors, behind = (
+        [tensor for tensor in inputs if tensor is not None],
+        3 + sum(tensor is not None for tensor in operands[:-2]),
+    )
+    if any(tensor.data_ptr() & LOW for tensor in tensors[behind:]):
         return None
-    grad, loose = any(one.requires_grad for one in tensors), [0, 1, 2]  # a row a token
+    grad, loose = any(tensor.requires_grad for tensor in tensors), [0, 1, 2]  # a row a token
     if out is not None:
         if not _takes_results(out, (hidden, weights, *tensors[behind:])):
             return None
         loose.append(len(tensors))
         tensors.append(out)
     same = guard(*tensors, loose=loose)
-    return None if same is None else LayerPlan(how, hidden, given, there, behind, same, grad)
+    return None if same is None else LayerPlan(how, hidden, parameters, there, behind, same, grad)
 
 
 def _takes_results(out: torch.Tensor, read: Sequence[torch.Tensor]) -> bool:
     """Whether a program may write a layer's result there: as new memory lies, apart from these contiguous tensors."""
     begin = out.data_ptr()
     end = begin + out.nbytes
-    apart = all(end <= one.data_ptr() or one.data_ptr() + one.nbytes <= begin for one in read)
+    apart = all(end <= tensor.data_ptr() or tensor.data_ptr() + tensor.nbytes <= begin for tensor in read)
     return apart and not begin & LOW and out.is_contiguous()
 
 
 def _low(adapters: Adapters) -> tuple[torch.Tensor | None, ...]:
     """A and B of the first product, then of the second."""
-    return tuple(each for one in adapters for each in (one or (None, None))[:2])
+    return tuple(each for adapter in adapters for each in (adapter or (None, None))[:2])
 
 
-def _lows(given: Weights | FrozenWeights) -> list[int]:
+def _lows(parameters: Weights | FrozenWeights) -> list[int]:
     """How what kernels read of quantised weights is aligned: they were chosen by it."""
-    return [address_of(one) & LOW for one in _operands(given)[:-2]]
+    return [address_of(tensor) & LOW for tensor in _operands(parameters)[:-2]]
 
 
-def _operands(given: Weights | FrozenWeights) -> tuple[torch.Tensor | None, ...]:
-    """What kernels read of both matrices, none where there is none, and the biases; of dense ones that is ``given``."""
-    return (*(one for w in given[:2] for one in ((None,) if w is None else operands_of(w).values())), *given[2:])
+def _operands(parameters: Weights | FrozenWeights) -> tuple[torch.Tensor | None, ...]:
+    """The tensors that kernels read of both matrices, and the biases; of dense weights those are ``parameters``."""
+    return (
+        *(tensor for w in parameters[:2] for tensor in ((None,) if w is None else operands_of(w).values())),
+        *parameters[2:],
+    )

@@ -32,12 +32,12 @@ _library.define(
 )
 
 
-def operator(x: torch.Tensor, w: torch.Tensor | ExpertWeights, one: LowRank, *rest: Any) -> torch.Tensor:
+def operator(x: torch.Tensor, w: torch.Tensor | ExpertWeights, adapter: LowRank, *rest: Any) -> torch.Tensor:
     """y by the operator; ``rest`` are its arguments from m_sizes on."""
     parts: tuple[Any, ...] = (w, "", None, None, None, None, None)
     if isinstance(w, ExpertWeights):
         parts = (None, *parts_of(w))
-    y, _ = torch.ops.pretuned.grouped_gemm_lora(x, *one, *parts, *rest)
+    y, _ = torch.ops.pretuned.grouped_gemm_lora(x, *adapter, *parts, *rest)
     return y  # type: ignore[no-any-return]
 
 
@@ -45,8 +45,8 @@ def _weights(w: torch.Tensor | None, *parts: Any) -> torch.Tensor | ExpertWeight
     return weights_of(*parts) if w is None else w
 
 
-def _forward(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    (A, B, scale, *rest), expected = with_expected(given, _ALL)
+def _forward(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    (A, B, scale, *rest), expected = with_expected(arguments, _ALL)
     call, x = call_of(x, _weights(*rest[:_W]), *(*rest[_W:], expected))
     check_columns(B, call.N)
     with without_autocast(x.device.type):
@@ -56,33 +56,33 @@ def _forward(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return y, u
 
 
-def _forward_fake(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    given, expected = with_expected(given, _ALL)
-    call, x = call_of(x, _weights(*given[_LOW : _LOW + _W]), *(*given[_LOW + _W :], expected))
-    check_columns(given[1], call.N)
-    return x.new_empty((call.y_rows, call.N)), x.new_empty((call.M, given[0].shape[1]))
+def _forward_fake(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments, expected = with_expected(arguments, _ALL)
+    call, x = call_of(x, _weights(*arguments[_LOW : _LOW + _W]), *(*arguments[_LOW + _W :], expected))
+    check_columns(arguments[1], call.N)
+    return x.new_empty((call.y_rows, call.N)), x.new_empty((call.M, arguments[0].shape[1]))
 
 
-def _backward(dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
-    (A, B, scale, *rest, needs), expected = with_expected(given, _ALL)
+def _backward(dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    (A, B, scale, *rest, needs), expected = with_expected(arguments, _ALL)
     w = _weights(*rest[:_W])
     call, rows = call_of(x, w, *(*rest[_W:], False, expected))
     with without_autocast(x.device.type):
         kept = u if needs[4] else None
         dx, dw, *others = with_adapter(call, dy, rows, tuple(needs[:4]), LowRank(A, B, scale), kept)
     dw = None if dw is None else dw.view(w.shape)
-    return tuple(dy.new_empty(0) if one is None else one for one in (dx, dw, *others))
+    return tuple(dy.new_empty(0) if gradient is None else gradient for gradient in (dx, dw, *others))
 
 
-def _backward_fake(dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
-    given, _ = with_expected(given, _ALL)
-    A, B, _scale, w, *_ = given
-    _m_sizes, _index, weights, bias, *_ = given[_LOW + _W :]
-    needs = [*given[-1], given[-1][4]]
+def _backward_fake(dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    arguments, _ = with_expected(arguments, _ALL)
+    A, B, _scale, w, *_ = arguments
+    _m_sizes, _index, weights, bias, *_ = arguments[_LOW + _W :]
+    needs = [*arguments[-1], arguments[-1][4]]
     like = (x, w, weights, bias, A, B)
     return tuple(
-        one.new_empty(one.shape) if need and one is not None else dy.new_empty(0)
-        for one, need in zip(like, needs, strict=True)
+        tensor.new_empty(tensor.shape) if need and tensor is not None else dy.new_empty(0)
+        for tensor, need in zip(like, needs, strict=True)
     )
 
 
@@ -90,9 +90,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
     x, A, B, scale, w, form, *parts_and_rest = inputs
     parts = parts_and_rest[: PARTS - 1]
     m_sizes, index, weights, bias, *parameters, _zero_tail, ctx.expected = parts_and_rest[PARTS - 1 :]
-    every = (x, output[1], A, B, w, *parts, m_sizes, index, weights, bias)
-    ctx.save_for_backward(*every)
-    ctx.kinds = kinds_of(every)
+    saved = (x, output[1], A, B, w, *parts, m_sizes, index, weights, bias)
+    ctx.save_for_backward(*saved)
+    ctx.kinds = kinds_of(saved)
     ctx.scale, ctx.format, ctx.parameters = scale, form, parameters
 
 
@@ -103,9 +103,9 @@ def _gradients(ctx: Any, dy: torch.Tensor, _du: torch.Tensor) -> tuple[torch.Ten
     names = (
         "x x@lora.A.T lora.A lora.B w codes scale zero global_scale derived m_sizes gather_indices topk_weights bias"
     )
-    every = as_kept("grouped_gemm", names, ctx.saved_tensors, ctx.kinds)
-    x, u, A, B, w, *parts, m_sizes, index, weights, bias = every
-    found = torch.ops.pretuned.grouped_gemm_lora_backward(
+    saved = as_kept("grouped_gemm", names, ctx.saved_tensors, ctx.kinds)
+    x, u, A, B, w, *parts, m_sizes, index, weights, bias = saved
+    results = torch.ops.pretuned.grouped_gemm_lora_backward(
         dy,
         x,
         u,
@@ -124,7 +124,7 @@ def _gradients(ctx: Any, dy: torch.Tensor, _du: torch.Tensor) -> tuple[torch.Ten
         ctx.expected,
     )
     dx, dw, dweights, dbias, dA, dB = (
-        one if need else None for one, need in zip(found, (*needs, needs[4]), strict=True)
+        gradient if need else None for gradient, need in zip(results, (*needs, needs[4]), strict=True)
     )
     none = [None] * PARTS
     return dx, dA, dB, None, dw, *none, None, None, dweights, dbias, *[None] * (len(ctx.parameters) + 2)

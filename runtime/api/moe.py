@@ -109,7 +109,7 @@ def moe_mlp(
         # First: what is chosen before a ``reload`` is not kept in a table from after.
         snapshot = hooks.current() if hooks.blocks else hooks.snapshot
         if _duals._current_level >= 0:
-            low = [one for pair in adapters_given(lora) if isinstance(pair, Lora) for one in pair[:2]]
+            low = [matrix for pair in adapters_given(lora) if isinstance(pair, Lora) for matrix in pair[:2]]
             tensors.no_tangents(
                 "moe_mlp", hidden, gate_up_weight, down_weight, topk_weights, gate_up_bias, down_bias, *low
             )
@@ -146,11 +146,11 @@ def moe_mlp(
         except (AttributeError, TypeError, ValueError, RuntimeError):  # no usable tensor: the checks will say
             key = None
         if plan is not None:
-            found: torch.Tensor | None = plan.replay(
+            result: torch.Tensor | None = plan.replay(
                 hidden, gate_up_weight, down_weight, gate_up_bias, down_bias, topk_ids, topk_weights, out, lora
             )
-            if found is not None:
-                return found
+            if result is not None:
+                return result
     if _tracing():
         from .layer_call import run  # (which torch can trace)
     else:
@@ -173,7 +173,7 @@ def moe_mlp(
 
 @functools.cache
 def _later() -> tuple[ModuleType, ModuleType]:
-    """What only a layer that no plan takes needs, imported by the first."""
+    """The modules that only a layer without a plan needs, imported by the first."""
     from ..dispatch import snapshot
     from . import layer_call
 

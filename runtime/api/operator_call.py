@@ -1,4 +1,4 @@
-"""What the operators of ``torch_library.py`` and ``lora_library.py`` share: their arguments, and the call of these."""
+"""The arguments that the operators of ``torch_library.py`` and ``lora_library.py`` share, and the call of these."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def call_of(
     return check(x, w, m_sizes, form, index, weights, fuse, bias, expected_rows=expected_rows)
 
 
-def with_expected(given: tuple[Any, ...], many: int) -> tuple[tuple[Any, ...], int | None]:
+def with_expected(arguments: tuple[Any, ...], many: int) -> tuple[tuple[Any, ...], int | None]:
     """The first ``many`` arguments of an operator, and ``expected_rows``, which torch leaves out if it is None."""
-    return given[:many], given[many] if len(given) > many else None
+    return arguments[:many], arguments[many] if len(arguments) > many else None
 
 
 def weights_of(*parts: Any) -> ExpertWeights:
@@ -51,7 +51,7 @@ def weights_of(*parts: Any) -> ExpertWeights:
 
 
 def parts_of(w: ExpertWeights) -> tuple[Any, ...]:
-    """What an operator takes of quantised weights. The derived scales are a part of the graph: made of the scales."""
+    """An operator's arguments of quantised weights. The derived scales are a part of the graph: made of the scales."""
     return w.format, w.codes, w.scale, w.zero, w.global_scale, w.derived_now()
 
 

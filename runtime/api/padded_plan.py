@@ -26,21 +26,21 @@ class PaddedPlan(Programs):
 
     __slots__ = ("_in_place", "_lows", "_same", "_there", "program")
 
-    def __init__(self, given: Sequence[torch.Tensor | None], there: Sequence[int], same: Guard) -> None:
-        x, *_, out = given
+    def __init__(self, inputs: Sequence[torch.Tensor | None], there: Sequence[int], same: Guard) -> None:
+        x, *_, out = inputs
         if x is None:
             raise AssertionError("a call without x")
-        super().__init__(x, grad=any(one is not None and one.requires_grad for one in given), varies=True)
+        super().__init__(x, grad=any(tensor is not None and tensor.requires_grad for tensor in inputs), varies=True)
         self._same, self._there, self._in_place = same, itemgetter(*there), out is x
-        self._lows = [one.data_ptr() & LOW for one in self._there(given)]
+        self._lows = [tensor.data_ptr() & LOW for tensor in self._there(inputs)]
         self.program: Program | None = None
 
-    def call(self, given: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    def call(self, inputs: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """y [R, N] of tensors like the first ones, which may be ``out``; None for others, and nothing is done."""
-        some = self._there(given)
-        if not self._same(*some) or [one.data_ptr() & LOW for one in some] != self._lows:
+        some = self._there(inputs)
+        if not self._same(*some) or [tensor.data_ptr() & LOW for tensor in some] != self._lows:
             return None
-        x, m_sizes, m_starts, *_, out = given
+        x, m_sizes, m_starts, *_, out = inputs
         if x is None or m_sizes is None or self.program is None or not takes_rows(x, m_sizes, out):
             return None
         if (m_starts is None) != (x.dim() == 3) or self._in_place != (out is x):  # the checks will say
@@ -51,38 +51,38 @@ class PaddedPlan(Programs):
         if out is not None:
             if (out.requires_grad and grad) or _transformed():
                 return None
-            read = given[1:-1] if self._in_place else given[:-1]
+            read = inputs[1:-1] if self._in_place else inputs[:-1]
             try:
-                check_tensors.check_apart(out, **{str(i): one for i, one in enumerate(read)})
+                check_tensors.check_apart(out, **{str(i): tensor for i, tensor in enumerate(read)})
             except InputError:  # the checks will say which it shares memory with
                 return None
         placed = placed_of(x, m_sizes, m_starts)
-        found = self.program.run(placed.index.shape[0], stream_of(self._device), (*_flat(given), *placed))[0]
+        y = self.program.run(placed.index.shape[0], stream_of(self._device), (*_flat(inputs), *placed))[0]
         if out is not None:
             _written(out)
-        return found
+        return y
 
-    def first(self, given: Sequence[torch.Tensor | None], placed: Placed, compute: Compute) -> torch.Tensor:
+    def first(self, inputs: Sequence[torch.Tensor | None], placed: Placed, compute: Compute) -> torch.Tensor:
         """y of the call that the plan was made for, which is recorded.
 
         ``compute`` reads x and writes out by the first tensors that it is given, which are these as [R, columns].
         """
-        every = _flat(given)
-        found, self.program = self._recorded(
-            placed.index.shape[0], (*every, *placed), lambda do: (compute(every[0], every[-1], placed, do),)
+        flat = _flat(inputs)
+        results, self.program = self._recorded(
+            placed.index.shape[0], (*flat, *placed), lambda do: (compute(flat[0], flat[-1], placed, do),)
         )
-        return found[0]  # type: ignore[return-value]
+        return results[0]  # type: ignore[return-value]
 
 
-def _flat(given: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """The same with x and out as rows."""
-    x, *rest, out = given
+def _flat(inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """The tensors with x and out as rows."""
+    x, *rest, out = inputs
     return as_rows(x), *rest, as_rows(out)
 
 
-def as_rows(one: torch.Tensor | None) -> torch.Tensor | None:
+def as_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """x or out as [R, columns], a view of one that is contiguous."""
-    return one if one is None or one.dim() == 2 else one.view(-1, one.shape[-1])
+    return tensor if tensor is None or tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
 
 
 def takes_rows(x: torch.Tensor, m_sizes: torch.Tensor | None, out: torch.Tensor | None) -> bool:
@@ -100,9 +100,9 @@ def placed_of(x: torch.Tensor, m_sizes: torch.Tensor, m_starts: torch.Tensor | N
     return place(m_sizes, m_starts, x.shape[-2], x.shape[:-1].numel())
 
 
-def plan(given: Sequence[torch.Tensor | None]) -> PaddedPlan | None:
+def plan(inputs: Sequence[torch.Tensor | None]) -> PaddedPlan | None:
     """An empty plan for a call, or None where the next one like it needs another look."""
-    x, m_sizes, *_, out = given
+    x, m_sizes, *_, out = inputs
     if (
         x is None
         or _transformed()
@@ -111,8 +111,8 @@ def plan(given: Sequence[torch.Tensor | None]) -> PaddedPlan | None:
         or not takes_rows(x, m_sizes, out)
     ):
         return None
-    there = [i for i, one in enumerate(given) if one is not None]
-    some: Any = [given[i] for i in there]
+    there = [i for i, tensor in enumerate(inputs) if tensor is not None]
+    some: Any = [inputs[i] for i in there]
     loose = [0, *([len(some) - 1] if out is not None else [])]
     same = guard(*some, loose=loose)
-    return None if same is None else PaddedPlan(given, there, same)
+    return None if same is None else PaddedPlan(inputs, there, same)

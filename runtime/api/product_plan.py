@@ -1,4 +1,4 @@
-"""Products that come again: the programs that were written down of one, for others that are like it, without checks.
+"""Plans of repeated products: programs that were recorded of one call run others like it, without checks.
 
 A plan belongs to one w, one form and a bucket of rows, for which its kernels were chosen, whatever the number of rows.
 A call whose sorted rows are not all slots of its tokens, or whose rows lie apart in memory, has one of its own sizes.
@@ -18,7 +18,19 @@ from ..check.call import Call, Fusions
 from ..check.tensors import address_of
 from ..driver.device import current_stream, device_is_current, empty, tf32_allowed
 from ..launch.products import operands_of
-from ..launch.program import LOW, MOST_ROWS, Given, Guard, One, Program, Programs, Recorder, Results, guard, replays
+from ..launch.program import (
+    LOW,
+    MOST_ROWS,
+    Given,
+    Guard,
+    Program,
+    Programs,
+    Recorder,
+    Results,
+    SingleLaunch,
+    guard,
+    replays,
+)
 from ..ops import gradients
 from ..ops.low_rank import LowRank, as_used
 
@@ -57,13 +69,13 @@ class ProductPlan(Programs):
         "program",
     )
 
-    def __init__(self, call: Call, given: Given, same: Guard, out: torch.Tensor | None, *, varies: bool) -> None:
-        x: torch.Tensor = given[0]  # type: ignore[assignment]
-        super().__init__(x, grad=any(t is not None and t.requires_grad for t in given), varies=varies)
+    def __init__(self, call: Call, inputs: Given, same: Guard, out: torch.Tensor | None, *, varies: bool) -> None:
+        x: torch.Tensor = inputs[0]  # type: ignore[assignment]
+        super().__init__(x, grad=any(t is not None and t.requires_grad for t in inputs), varies=varies)
         self._same, self._low, self.form = same, x.data_ptr() & LOW, call.form
         self._dense, self._shape = isinstance(call.w, torch.Tensor), call.w.shape
-        self._flat = self._dense and given[1].dim() != 3  # type: ignore[union-attr]
-        self._there = itemgetter(*[i for i, one in enumerate(given) if one is not None])
+        self._flat = self._dense and inputs[1].dim() != 3  # type: ignore[union-attr]
+        self._there = itemgetter(*[i for i, tensor in enumerate(inputs) if tensor is not None])
         self._own_sizes: _Sizes | None = None if varies else (call.M, call.x_rows, call.y_rows)
         self._counts, self._lows = call.m_sizes.dtype, _lows(call.w)
         self._out_low = 0 if out is None else out.data_ptr() & LOW
@@ -87,19 +99,19 @@ class ProductPlan(Programs):
         lora: Any,
     ) -> torch.Tensor | None:
         """y of a call of M sorted rows, whose form is this plan's."""
-        given: Any = (x, w, m_sizes, weights, bias, index, out)
+        inputs: Any = (x, w, m_sizes, weights, bias, index, out)
         if not self._dense:
-            given = (x, *operands_of(w).values(), m_sizes, weights, bias, index, out)
-        one = None
+            inputs = (x, *operands_of(w).values(), m_sizes, weights, bias, index, out)
+        adapter = None
         if lora is not None:
             try:
-                one = as_used(lora, x.dtype, m_sizes.shape[0])
+                adapter = as_used(lora, x.dtype, m_sizes.shape[0])
             except check_tensors.UNUSABLE:
                 return None
-            given += one[:2]
-            if (one.A.data_ptr() | one.B.data_ptr()) & LOW:
+            inputs += adapter[:2]
+            if (adapter.A.data_ptr() | adapter.B.data_ptr()) & LOW:
                 return None
-        if not self._same(*self._there(given)) or x.data_ptr() & LOW != self._low:
+        if not self._same(*self._there(inputs)) or x.data_ptr() & LOW != self._low:
             return None
         sizes = self._own_sizes
         if sizes is not None:
@@ -116,7 +128,7 @@ class ProductPlan(Programs):
             return None
         if self._flat:
             w = w.view(self._shape)
-            given = (x, w, *given[2:])
+            inputs = (x, w, *inputs[2:])
         elif not self._dense and _lows(w) != self._lows:
             return None
         grad = self.grad and _grad_enabled()
@@ -125,20 +137,20 @@ class ProductPlan(Programs):
                 return None
             read = {"x": x, "m_sizes": m_sizes, "topk_weights": weights, "bias": bias, "gather_indices": index}
             tensors = {"w": w} if self._dense else w.tensors()  # type: ignore[union-attr]
-            low = {} if one is None else {"lora.A": one.A, "lora.B": one.B}
+            low = {} if adapter is None else {"lora.A": adapter.A, "lora.B": adapter.B}
             check_tensors.check_apart(out, **read, **tensors, **low)
         if grad:
             if _transformed():
                 return None
             sizes = sizes or (M, x.shape[0], M)
-            if one is not None:
-                how = self.autograd.Adapted(self.form, sizes, one.scale, self)
-                return self.autograd.apply_adapted(x, w, m_sizes, weights, bias, one.A, one.B, index, how)
+            if adapter is not None:
+                how = self.autograd.Adapted(self.form, sizes, adapter.scale, self)
+                return self.autograd.apply_adapted(x, w, m_sizes, weights, bias, adapter.A, adapter.B, index, how)
             return self.autograd.apply(x, w, m_sizes, weights, bias, index, self.form, sizes, self)
         program = self.program
         if program is None:
-            return self.forward(x, w, m_sizes, weights, bias, index, sizes or (M, x.shape[0], M), one, out)[0]
-        y = program.run(M, stream_of(self._device), given)[0]
+            return self.forward(x, w, m_sizes, weights, bias, index, sizes or (M, x.shape[0], M), adapter, out)[0]
+        y = program.run(M, stream_of(self._device), inputs)[0]
         if out is not None:
             _written(out)
         return y
@@ -152,20 +164,22 @@ class ProductPlan(Programs):
         bias: torch.Tensor | None,
         index: torch.Tensor | None,
         sizes: _Sizes,
-        one: LowRank | None = None,
+        adapter: LowRank | None = None,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``gradients.with_adapter``, without a look at the tensors: ``__call__``, or every check, had one."""
-        given: Any = (x, w, m_sizes, weights, bias, index, out)
+        inputs: Any = (x, w, m_sizes, weights, bias, index, out)
         if not self._dense:
-            given = (x, *operands_of(w).values(), m_sizes, weights, bias, index, out)
-        given += () if one is None else one[:2]
+            inputs = (x, *operands_of(w).values(), m_sizes, weights, bias, index, out)
+        inputs += () if adapter is None else adapter[:2]
         program = self.program
         if program is not None:
-            return program.run(sizes[0], stream_of(self._device), given)  # type: ignore[return-value]
+            return program.run(sizes[0], stream_of(self._device), inputs)  # type: ignore[return-value]
         call = Call(self.form, w, m_sizes, Fusions(index, weights, bias), *sizes)
-        found, self.program = self._recorded(call.M, given, lambda do: gradients.with_adapter(call, x, one, out, do))
-        return found  # type: ignore[return-value]
+        results, self.program = self._recorded(
+            call.M, inputs, lambda do: gradients.with_adapter(call, x, adapter, out, do)
+        )
+        return results  # type: ignore[return-value]
 
     def adapted(
         self,
@@ -174,13 +188,13 @@ class ProductPlan(Programs):
         m_sizes: torch.Tensor,
         dy: torch.Tensor,
         needs: autograd.Needs,
-        one: LowRank,
+        adapter: LowRank,
         u: torch.Tensor | None,
         shape: torch.Size,
         index: torch.Tensor | None,
         sizes: _Sizes,
     ) -> Results | None:
-        """As ``autograd.with_adapter``, of a call with a frozen w that is plain, or whose rows of x are gathered.
+        """Gradients of ``autograd.with_adapter`` by a program, if w is frozen and the call plain or x gathered.
 
         None where that has to compute them.
         """
@@ -188,14 +202,14 @@ class ProductPlan(Programs):
         learns = (*needs, u is not None)
         operands: Any = (w,) if self._dense else operands_of(w).values()  # type: ignore[arg-type]
         index = index if form.permute_x else None
-        given = (dy, x, u, index, one.A, one.B, *operands, m_sizes)
+        inputs = (dy, x, u, index, adapter.A, adapter.B, *operands, m_sizes)
         if m_sizes.dtype is not self._counts or not _has_rows(M, dy, u, index):
             return None
         if x is not None and x.shape[0] != sizes[1]:
             return None
-        known, loose = self._gradients.get(learns), 0 if self._own_sizes else 4
-        if known is not None:
-            return self._again(known, M, given, loose)
+        gradient, loose = self._gradients.get(learns), 0 if self._own_sizes else 4
+        if gradient is not None:
+            return self._again(gradient, M, inputs, loose)
         if form.permute_y or not (form.plain or form.permute_x) or any(needs[1:]):
             return None
         if type(dy) is not torch.Tensor or not replays(dy.dtype) or not dy.is_contiguous():
@@ -205,9 +219,9 @@ class ProductPlan(Programs):
         return self._first(
             learns,
             M,
-            given,
-            len(given) - 1,
-            lambda do: self.autograd.with_adapter(call, dy, x, needs, one, u, do),
+            inputs,
+            len(inputs) - 1,
+            lambda do: self.autograd.with_adapter(call, dy, x, needs, adapter, u, do),
             loose,
         )
 
@@ -225,9 +239,9 @@ class ProductPlan(Programs):
         M = sizes[0]
         if m_sizes.dtype is not self._counts or not _has_rows(M, dy, x):
             return None
-        known, loose = self._gradients.get(needs), 0 if self._own_sizes else 2
-        if known is not None:
-            return self._again(known, M, (dy, x, w, m_sizes), loose)
+        gradient, loose = self._gradients.get(needs), 0 if self._own_sizes else 2
+        if gradient is not None:
+            return self._again(gradient, M, (dy, x, w, m_sizes), loose)
         if not self.form.plain or needs[2] or needs[3] or not self._dense or (needs[0] and w is None):
             return None
         if type(dy) is not torch.Tensor or not replays(dy.dtype) or not dy.is_contiguous():
@@ -236,8 +250,8 @@ class ProductPlan(Programs):
         def compute(do: Recorder) -> Results:
             dense = m_sizes.new_empty((), dtype=dy.dtype).expand(shape) if w is None else w  # type: ignore[arg-type]
             call = Call(self.form, dense, m_sizes, Fusions(None, None, None), *sizes)
-            found: Results = self.autograd.backward(call, dy, x, needs, do)
-            return found
+            results: Results = self.autograd.backward(call, dy, x, needs, do)
+            return results
 
         return self._first(needs, M, (dy, x, w, m_sizes), 3, compute, loose)
 
@@ -246,27 +260,27 @@ _INTO, _NEW = (7, 3, 1, 2), (8, 3, 1, 2)  # y, m_sizes, x and w by place: y is o
 
 
 class PlainPlan(ProductPlan):
-    """That of a call of x, a dense w [E, N, K], m_sizes and perhaps out, of any number of rows, without a gradient."""
+    """A plan of x, dense w [E, N, K], m_sizes and perhaps out, of any number of rows, without a gradient."""
 
     __slots__ = ("call",)
 
-    def __init__(self, call: Call, given: Given, same: Guard, out: torch.Tensor | None) -> None:
-        super().__init__(call, given, same, out, varies=True)
+    def __init__(self, call: Call, inputs: Given, same: Guard, out: torch.Tensor | None) -> None:
+        super().__init__(call, inputs, same, out, varies=True)
         self.call = super().call  # type: ignore[method-assign]
 
     def forward(self, x: torch.Tensor, w: _W, m_sizes: torch.Tensor, *others: Any, **more: Any) -> Any:
-        found = super().forward(x, w, m_sizes, *others, **more)
-        one = None if self.program is None else self.program.one
-        whole = one is not None and (one.new is None or one.new.per == 1)
-        if one is not None and whole and one.reads in (_INTO, _NEW):
-            self.call = (self._into if one.new is None else self._made)(one, w, m_sizes)  # type: ignore[arg-type,method-assign]
-        return found
+        results = super().forward(x, w, m_sizes, *others, **more)
+        single = None if self.program is None else self.program.single
+        whole = single is not None and (single.new is None or single.new.per == 1)
+        if single is not None and whole and single.reads in (_INTO, _NEW):
+            self.call = (self._into if single.new is None else self._new)(single, w, m_sizes)  # type: ignore[arg-type,method-assign]
+        return results
 
-    def _made(self, one: One, w: torch.Tensor, m_sizes: torch.Tensor) -> Callable[..., torch.Tensor | None]:
+    def _new(self, single: SingleLaunch, w: torch.Tensor, m_sizes: torch.Tensor) -> Callable[..., torch.Tensor | None]:
         """``call`` of such a call again, whose y is new. (The key has w's address, the guard x's stride.)"""
         same, low, device, holds = self._same, self._low, self._device, self._condition()
-        launch, allocate, w_at = one.run, empty, w.data_ptr()
-        new: Any = one.new
+        launch, allocate, w_at = single.run, empty, w.data_ptr()
+        new: Any = single.new
         columns, dtype = new.size[1], new.dtype
 
         def again(
@@ -281,10 +295,10 @@ class PlainPlan(ProductPlan):
 
         return again
 
-    def _into(self, one: One, w: torch.Tensor, m_sizes: torch.Tensor) -> Callable[..., torch.Tensor | None]:
+    def _into(self, single: SingleLaunch, w: torch.Tensor, m_sizes: torch.Tensor) -> Callable[..., torch.Tensor | None]:
         """``call`` of such a call again, which writes to out, apart from all that it reads."""
         same, low, out_low, device, holds = self._same, self._low, self._out_low, self._device, self._condition()
-        launch, size, w_at = one.run, w.itemsize, w.data_ptr()
+        launch, size, w_at = single.run, w.itemsize, w.data_ptr()
         N, K = w.shape[1:] if self.form.layout is Layout.NK else (w.shape[2], w.shape[1])
         x_row, out_row = size * K, size * N
         w_end, counts_bytes = w_at + check_tensors.extent(w), check_tensors.extent(m_sizes)
@@ -312,7 +326,7 @@ class PlainPlan(ProductPlan):
         return again
 
     def _condition(self) -> Callable[[], bool] | None:
-        """What beside its tensors has to hold; None where nothing can change."""
+        """A check of the conditions beside the tensors; None if none of them can change."""
         alone, tf32, device = self._alone, self._tf32, self._device
         if alone and tf32 is None:
             return None
@@ -326,12 +340,12 @@ def _as_single(tf32: bool) -> bool:
 
 def _lows(w: _W) -> list[int]:
     """How quantised weights are aligned: kernels were chosen by it. (Of a tensor, the key has its address.)"""
-    return [] if isinstance(w, torch.Tensor) else [address_of(one) & LOW for one in operands_of(w).values()]
+    return [] if isinstance(w, torch.Tensor) else [address_of(tensor) & LOW for tensor in operands_of(w).values()]
 
 
 def _has_rows(M: int, *tensors: torch.Tensor | None) -> bool:
     """Whether those that are there have M rows. (A guard of any number of rows looks at none.)"""
-    return all(one is None or one.shape[0] == M for one in tensors)
+    return all(tensor is None or tensor.shape[0] == M for tensor in tensors)
 
 
 def plan(
@@ -344,7 +358,7 @@ def plan(
     out: torch.Tensor | None,
     *,
     varies: bool,
-    one: LowRank | None = None,
+    adapter: LowRank | None = None,
 ) -> ProductPlan | None:
     """An empty plan for this call, or None where the next one like it needs another look.
 
@@ -364,12 +378,12 @@ def plan(
         return None
     if varies and (M >= MOST_ROWS or (call.x_rows * (form.topk if form.permute_x else 1), call.y_rows) != (M, M)):
         return None
-    low = () if one is None else one[:2]
+    low = () if adapter is None else adapter[:2]
     if any(matrix.data_ptr() & LOW for matrix in low):
         return None
     operands = (w,) if isinstance(w, torch.Tensor) else operands_of(w).values()
-    given = (x, *operands, call.m_sizes, weights, bias, index, out, *low)
-    tensors = [each for each in given if each is not None]
+    inputs = (x, *operands, call.m_sizes, weights, bias, index, out, *low)
+    tensors = [each for each in inputs if each is not None]
     rows = {id(each) for each in (x, weights, index, out)} if varies else set()
     loose = [i for i, each in enumerate(tensors) if id(each) in rows]
     same = guard(*tensors, loose=loose)
@@ -382,8 +396,8 @@ def plan(
         and weights is None
         and bias is None
         and index is None
-        and one is None
+        and adapter is None
     )
     if varies and alone and not learns:
-        return PlainPlan(call, given, same, out)
-    return ProductPlan(call, given, same, out, varies=varies)
+        return PlainPlan(call, inputs, same, out)
+    return ProductPlan(call, inputs, same, out, varies=varies)

@@ -99,15 +99,15 @@ def traced(
 def _forward(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     if tensors.duals._current_level >= 0:
         tensors.no_tangents("grouped_gemm", x, *rest)
-    (*given, _dX_only, _dW_only), expected = with_expected(rest, CALL + 3)
-    call, x = call_of(x, *(*given, expected))
+    (*arguments, _dX_only, _dW_only), expected = with_expected(rest, CALL + 3)
+    call, x = call_of(x, *(*arguments, expected))
     with without_autocast(x.device.type):
         return gradients.forward(call, x)
 
 
 def _forward_fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    (*given, _dX_only, _dW_only), expected = with_expected(rest, CALL + 3)
-    call, x = call_of(x, *(*given, expected))
+    (*arguments, _dX_only, _dW_only), expected = with_expected(rest, CALL + 3)
+    call, x = call_of(x, *(*arguments, expected))
     return x.new_empty((call.y_rows, call.N))
 
 
@@ -127,7 +127,7 @@ def _backward(
     with without_autocast(x.device.type):
         dx, dw, dweights, dbias = backward(call, dy, rows, tuple(needs))
     dw = None if dw is None else dw.view(w.shape)
-    return tuple(dy.new_empty(0) if one is None else one for one in (dx, dw, dweights, dbias))
+    return tuple(dy.new_empty(0) if gradient is None else gradient for gradient in (dx, dw, dweights, dbias))
 
 
 def _quantised_backward(dy: torch.Tensor, x: torch.Tensor, *parts: Any) -> tuple[torch.Tensor, ...]:
@@ -144,8 +144,8 @@ def _backward_fake(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, *rest: An
     (_m_sizes, _index, weights, bias, *_, needs), _ = with_expected(rest, CALL)
     like = (x, w, weights, bias)
     return tuple(
-        one.new_empty(one.shape) if need and one is not None else dy.new_empty(0)
-        for one, need in zip(like, needs, strict=True)
+        tensor.new_empty(tensor.shape) if need and tensor is not None else dy.new_empty(0)
+        for tensor, need in zip(like, needs, strict=True)
     )
 
 
@@ -159,9 +159,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     asked = ctx.needs_input_grad
     needs = list(wanted((asked[0], asked[1], False, asked[4], asked[5]), ctx.form))
-    every = as_kept("grouped_gemm", "x w m_sizes gather_indices topk_weights bias", ctx.saved_tensors, ctx.kinds)
-    found = torch.ops.pretuned.grouped_gemm_backward(dy, *every, *ctx.parameters, needs, ctx.expected)
-    dx, dw, dweights, dbias = (one if need else None for one, need in zip(found, needs, strict=True))
+    saved = as_kept("grouped_gemm", "x w m_sizes gather_indices topk_weights bias", ctx.saved_tensors, ctx.kinds)
+    results = torch.ops.pretuned.grouped_gemm_backward(dy, *saved, *ctx.parameters, needs, ctx.expected)
+    dx, dw, dweights, dbias = (gradient if need else None for gradient, need in zip(results, needs, strict=True))
     return dx, dw, None, None, dweights, dbias, *[None] * 9
 
 
@@ -169,9 +169,9 @@ def _quantised_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) ->
     x, *parts = inputs
     form, *tensors_of = parts[:PARTS]
     m_sizes, index, weights, bias, *parameters, _zero_tail, dX_only, dW_only, ctx.expected = parts[PARTS:]
-    every = (x, *tensors_of, m_sizes, index, weights, bias)
-    ctx.save_for_backward(*every)
-    ctx.kinds = kinds_of(every)
+    saved = (x, *tensors_of, m_sizes, index, weights, bias)
+    ctx.save_for_backward(*saved)
+    ctx.kinds = kinds_of(saved)
     ctx.format = form
     ctx.parameters, ctx.form = parameters, Form(only_dx=dX_only, only_dw=dW_only)
 
@@ -182,10 +182,12 @@ def _quantised_gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | Non
     x, codes, scale, zero, outer, derived, *rest = as_kept("grouped_gemm", names, ctx.saved_tensors, ctx.kinds)
     weights_at = 1 + PARTS + 2  # x, w's parts, m_sizes, gather_indices
     needs = wanted((asked[0], False, False, asked[weights_at], asked[weights_at + 1]), ctx.form)
-    found = torch.ops.pretuned.grouped_gemm_quantised_backward(
+    results = torch.ops.pretuned.grouped_gemm_quantised_backward(
         dy, x, ctx.format, codes, scale, zero, outer, derived, *rest, *ctx.parameters, list(needs), ctx.expected
     )
-    dx, dweights, dbias = (one if need else None for one, need in zip(found, (needs[0], *needs[2:]), strict=True))
+    dx, dweights, dbias = (
+        gradient if need else None for gradient, need in zip(results, (needs[0], *needs[2:]), strict=True)
+    )
     return dx, *[None] * (PARTS + 2), dweights, dbias, *[None] * 9
 
 

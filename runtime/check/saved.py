@@ -60,7 +60,7 @@ class Frozen(NamedTuple):
 
     @classmethod
     def of(cls, w: torch.Tensor | ExpertWeights | None) -> Frozen | None:
-        """What is kept of w; None of a tensor, which a function saves."""
+        """The record of quantised weights; None of a tensor, which a function saves itself."""
         return None if w is None or isinstance(w, torch.Tensor) else cls(w, _writes(w))
 
     def unchanged(self) -> ExpertWeights:

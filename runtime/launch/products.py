@@ -81,8 +81,12 @@ def operands_of(w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | Non
 
 def _plain_scale(w: ExpertWeights) -> str:
     """The name of the operand that is ``w.plain_scale``."""
-    found = operands_of(w)
-    return "w_scales" if "w_scales" in found else next(name for name, one in found.items() if one is w.plain_scale)
+    operands = operands_of(w)
+    return (
+        "w_scales"
+        if "w_scales" in operands
+        else next(name for name, tensor in operands.items() if tensor is w.plain_scale)
+    )
 
 
 def resolve(call: Rows, y: torch.Tensor) -> Product | None:
@@ -242,8 +246,8 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
         expected=call.expected,
     )
     step = _row_step(ready, call, {"x": _GATHERED, "index": index}, (x.shape[1], stride_y, index_end if left else None))
-    made = partial(launch_gather.in_range, divisor=call.gather_divisor) if checks else None
-    return Product((gather, step), zeroes, (Scratch(_GATHERED, x.shape[1], x.dtype),), made)
+    in_range = partial(launch_gather.in_range, divisor=call.gather_divisor) if checks else None
+    return Product((gather, step), zeroes, (Scratch(_GATHERED, x.shape[1], x.dtype),), in_range)
 
 
 def _quantised_product(
@@ -266,9 +270,9 @@ def _quantised_product(
         before = quantize_step(quantize, call.x, **how)
     else:
         before = order_step(quantize, call.x, call.x_scale, **how)
-    made = partial(launch_gather.in_range, divisor=call.gather_divisor) if checks else None
+    in_range = partial(launch_gather.in_range, divisor=call.gather_divisor) if checks else None
     left = fusion & ~Fusion.GATHER
-    return _of_codes(ready, before, call, left, words)._replace(in_range=made)
+    return _of_codes(ready, before, call, left, words)._replace(in_range=in_range)
 
 
 def _of_codes(ready: Ready, before: Step, call: Rows, left: Fusion, words: tuple[int, int]) -> Product:
@@ -305,7 +309,7 @@ def _row_step(
         ready.launcher,
         ready.name,
         operands,
-        absent=tuple([name for name, given in there.items() if not given]),
+        absent=tuple([name for name, present in there.items() if not present]),
         scales=end == call.M or not end,
         behind=behind,
         stride_x_m=stride_x,

@@ -1,4 +1,4 @@
-"""What a call comes to: launches in readiness, one after another. They run at once, or are written down to run again.
+"""Programs: the launches of a call, one after another, which run at once, or are recorded to run again.
 
 The arithmetic of a call, in the rooms above, is over an object of ``Now``: it makes memory, runs steps, and calls torch
 where a call needs it. A ``Recorder`` does the same and writes it down, in the terms of the tensors that the call was
@@ -77,14 +77,14 @@ class Step(NamedTuple):
         """
         names = launcher.operands
         if absent:
-            names, how["absent"] = tuple([one for one in names if one not in absent]), absent
+            names, how["absent"] = tuple([operand for operand in names if operand not in absent]), absent
         if operands:
-            names = tuple([operands.get(one, one) for one in names])
+            names = tuple([operands.get(operand, operand) for operand in names])
         return cls(launcher.bind(**how), name, names, scales)
 
 
 class Now:
-    """Does each thing as it is asked."""
+    """Runs each step at once."""
 
     def new(self, like: torch.Tensor, size: tuple[int, ...], dtype: torch.dtype | None = None, *, per: int = 1) -> Any:
         """Memory on like's device, in its dtype. The size begins with M // ``per``; with 0 it is always the same."""
@@ -96,85 +96,89 @@ class Now:
         if first is None:
             raise AssertionError(f"{step.name}: no {step.operands[0]}")
         tensors = map(operands.get, step.operands)
-        addresses = [0 if one is None else one.data_ptr() for one in tensors]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         step.run(M, stream_of(first.get_device()), *addresses)
 
-    def call(self, function: Callable[..., Any], *given: torch.Tensor, scales: bool = True) -> Any:
-        """What a function of torch's makes of these tensors: new memory, or one of them.
+    def call(self, function: Callable[..., Any], *tensors: torch.Tensor, scales: bool = True) -> Any:
+        """The result of a torch function of these tensors: new memory, or one of them.
 
         It holds no tensor itself, and without ``scales`` it has sizes of this call.
         """
-        return function(*given)
+        return function(*tensors)
 
     def unplanned(self) -> None:
-        """What follows is done by other means: there is no program of this call."""
+        """Note that the rest of the call is done by other means, so that it has no program."""
 
 
 NOW = Now()
 
 
 class Recorder(Now):
-    """Does the same, and writes down what was done.
+    """Does each thing as it is asked, and records it.
 
-    ``given`` are the tensors of the call, of ``M`` sorted rows. Where the program ``varies`` it is for any number of
+    ``inputs`` are the tensors of the call, of ``M`` sorted rows. Where the program ``varies`` it is for any number of
     rows. A tensor is known by where it begins, as long as it lives.
     """
 
-    def __init__(self, M: int, given: Sequence[torch.Tensor | None], *, varies: bool) -> None:
-        self._M, self._varies, self._given = M, varies, len(given)
+    def __init__(self, M: int, inputs: Sequence[torch.Tensor | None], *, varies: bool) -> None:
+        self._M, self._varies, self._inputs = M, varies, len(inputs)
         self._slots: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
         self._written: list[_Noted] = []
         self._whole, self._many = True, 1  # slot 0 is no tensor
-        for one in given:
-            if one is not None:
-                self._whole &= one.data_ptr() not in self._slots  # else which of the two is meant nobody knows
-                self._name(one, self._many)
+        for tensor in inputs:
+            if tensor is not None:
+                self._whole &= tensor.data_ptr() not in self._slots  # else which of the two is meant nobody knows
+                self._name(tensor, self._many)
             self._many += 1
 
     def new(self, like: torch.Tensor, size: tuple[int, ...], dtype: torch.dtype | None = None, *, per: int = 1) -> Any:
-        made = super().new(like, size, dtype, per=per)
+        memory = super().new(like, size, dtype, per=per)
         self._whole &= not per or size[0] == self._M // per
-        self._written.append(_New(self._fresh(made), per, tuple(size), made.dtype, like.device))
-        return made
+        self._written.append(_New(self._fresh(memory), per, tuple(size), memory.dtype, like.device))
+        return memory
 
     def run(self, step: Step, M: int, operands: Mapping[str, torch.Tensor | None]) -> None:
         self._whole &= M == self._M and (step.scales or not self._varies)
         self._written.append(_Run(step, tuple(self._slot(operands.get(name)) for name in step.operands)))
         super().run(step, M, operands)
 
-    def call(self, function: Callable[..., Any], *given: torch.Tensor, scales: bool = True) -> Any:
+    def call(self, function: Callable[..., Any], *tensors: torch.Tensor, scales: bool = True) -> Any:
         self._whole &= scales or not self._varies
-        slots = tuple(map(self._slot, given))
-        for one in given:  # the function will be given the whole tensor, and not a view of it
-            known = self._slots.get(one.data_ptr())
-            of = None if known is None else known[1]()
-            self._whole &= of is not None and (of.shape, of.stride(), of.dtype) == (one.shape, one.stride(), one.dtype)
-        made = function(*given)
-        known = self._slots.get(made.data_ptr())
-        there = known is not None and known[1]() is not None
-        if there and made.data_ptr() not in [one.data_ptr() for one in given]:
+        slots = tuple(map(self._slot, tensors))
+        for tensor in tensors:  # the function will be given the whole tensor, and not a view of it
+            entry = self._slots.get(tensor.data_ptr())
+            of = None if entry is None else entry[1]()
+            self._whole &= of is not None and (of.shape, of.stride(), of.dtype) == (
+                tensor.shape,
+                tensor.stride(),
+                tensor.dtype,
+            )
+        result = function(*tensors)
+        entry = self._slots.get(result.data_ptr())
+        there = entry is not None and entry[1]() is not None
+        if there and result.data_ptr() not in [tensor.data_ptr() for tensor in tensors]:
             self._whole = False
-        slot = known[0] if there and known is not None else self._fresh(made)
-        self._name(made, slot)
+        slot = entry[0] if there and entry is not None else self._fresh(result)
+        self._name(result, slot)
         self._written.append(_Apply(slot, function, slots))
-        return made
+        return result
 
     def unplanned(self) -> None:
         self._whole = False
 
     def program(self, *results: torch.Tensor | None) -> Program | None:
-        """What was written down, with what it comes to; None where that was not all."""
-        found = tuple(map(self._slot, results))
-        touched = {slot for one in self._written for slot in one.reads}
-        filled = all(one.slot in touched for one in self._written if isinstance(one, _New))  # else by other means
-        return Program(self._written, self._given, found) if self._whole and filled else None
+        """The recorded program with its results; None if a step could not be recorded."""
+        slots = tuple(map(self._slot, results))
+        touched = {slot for noted in self._written for slot in noted.reads}
+        filled = all(noted.slot in touched for noted in self._written if isinstance(noted, _New))  # else by other means
+        return Program(self._written, self._inputs, slots) if self._whole and filled else None
 
     def _name(self, tensor: torch.Tensor, slot: int) -> None:
         self._slots[tensor.data_ptr()] = slot, weakref.ref(tensor)
 
-    def _fresh(self, made: torch.Tensor) -> int:
+    def _fresh(self, tensor: torch.Tensor) -> int:
         slot, self._many = self._many, self._many + 1
-        self._name(made, slot)
+        self._name(tensor, slot)
         return slot
 
     def _slot(self, tensor: torch.Tensor | None) -> int:
@@ -212,7 +216,7 @@ _Noted: TypeAlias = "_New | _Run | _Apply"
 class Program:
     """The steps of a call, for others that are like it. It keeps no tensor, and any thread may run it.
 
-    ``run(M, stream, given)`` runs it on other tensors in the places of those that it was written down for, none of
+    ``run(M, stream, inputs)`` runs it on other tensors in the places of those that it was written down for, none of
     which may be missing, and returns what it comes to, None for what the first call had none of. Memory that no later
     step reads is given back as soon as the last one is launched.
 
@@ -220,19 +224,19 @@ class Program:
     eighth longer (docs/inside/trials.md, programs).
     """
 
-    __slots__ = ("one", "run", "steps")
+    __slots__ = ("run", "single", "steps")
 
-    def __init__(self, written: Sequence[_Noted], given: int, results: tuple[int, ...]) -> None:
-        self.steps = tuple(one.step for one in written if isinstance(one, _Run))
-        self.one = _one(written)
+    def __init__(self, written: Sequence[_Noted], inputs: int, results: tuple[int, ...]) -> None:
+        self.steps = tuple(noted.step for noted in written if isinstance(noted, _Run))
+        self.single = _single_launch(written)
         names: dict[str, Any] = {}
         scope: dict[str, Any] = {}
-        source = _source(written, given, results, names)
+        source = _source(written, inputs, results, names)
         exec(_compiled(source), names, scope)  # noqa: S102  (of numbers of slots, sizes and names from here alone)
         self.run: Callable[[int, int, Sequence[torch.Tensor | None]], tuple[torch.Tensor | None, ...]] = scope["run"]
 
 
-class One(NamedTuple):
+class SingleLaunch(NamedTuple):
     """A program of one launch: what it reads, by place among the tensors given (from 1 on), and its new memory."""
 
     run: Callable[..., None]
@@ -240,12 +244,12 @@ class One(NamedTuple):
     new: _New | None
 
 
-def _one(written: Sequence[_Noted]) -> One | None:
-    """The program as ``One``; None for another."""
+def _single_launch(written: Sequence[_Noted]) -> SingleLaunch | None:
+    """The program as ``SingleLaunch``; None for another."""
     *before, last = written or (None,)
     if not isinstance(last, _Run) or len(before) > 1 or not all(isinstance(each, _New) for each in before):
         return None
-    return One(last.step.run, last.reads, before[0] if before else None)  # type: ignore[arg-type]
+    return SingleLaunch(last.step.run, last.reads, before[0] if before else None)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(256)
@@ -253,13 +257,13 @@ def _compiled(source: str) -> Any:
     return compile(source, "<a program of pretuned>", "exec")
 
 
-def _source(written: Sequence[_Noted], given: int, results: tuple[int, ...], names: dict[str, Any]) -> str:
+def _source(written: Sequence[_Noted], inputs: int, results: tuple[int, ...], names: dict[str, Any]) -> str:
     """The function, a line for each thing that was done: ``t3`` is a tensor, ``a3`` where it begins.
 
     ``names`` gets what its lines call.
     """
-    last = {slot: at for at, one in enumerate(written) for slot in one.reads if slot > given}
-    lines = [", ".join(f"t{slot}" for slot in range(1, given + 1)) + ", = given"]
+    last = {slot: at for at, noted in enumerate(written) for slot in noted.reads if slot > inputs}
+    lines = [", ".join(f"t{slot}" for slot in range(1, inputs + 1)) + ", = inputs"]
     there = {0: "0"}  # the addresses that are known
 
     def address(slot: int) -> str:
@@ -268,24 +272,24 @@ def _source(written: Sequence[_Noted], given: int, results: tuple[int, ...], nam
             there[slot] = f"a{slot}"
         return there[slot]
 
-    for at, one in enumerate(written):
-        if isinstance(one, _New):
-            names[f"empty{at}"], names[f"dtype{at}"] = allocator(one.device), one.dtype
-            rows = str(one.size[0]) if not one.per else "M" if one.per == 1 else f"M // {one.per}"
-            size = "".join(f"{part}, " for part in (rows, *one.size[1:]))
-            strides = tuple(torch.empty(one.size, device="meta").stride())
-            lines.append(f"t{one.slot} = empty{at}(({size}), {strides}, dtype{at})")
-        elif isinstance(one, _Run):
-            names[f"run{at}"] = one.step.run
-            lines.append(f"run{at}(M, stream, {', '.join(map(address, one.reads))})")
+    for at, noted in enumerate(written):
+        if isinstance(noted, _New):
+            names[f"empty{at}"], names[f"dtype{at}"] = allocator(noted.device), noted.dtype
+            rows = str(noted.size[0]) if not noted.per else "M" if noted.per == 1 else f"M // {noted.per}"
+            size = "".join(f"{part}, " for part in (rows, *noted.size[1:]))
+            strides = tuple(torch.empty(noted.size, device="meta").stride())
+            lines.append(f"t{noted.slot} = empty{at}(({size}), {strides}, dtype{at})")
+        elif isinstance(noted, _Run):
+            names[f"run{at}"] = noted.step.run
+            lines.append(f"run{at}(M, stream, {', '.join(map(address, noted.reads))})")
         else:
-            names[f"call{at}"] = one.function
-            lines.append(f"t{one.slot} = call{at}({', '.join(f't{slot}' for slot in one.reads)})")
-            there.pop(one.slot, None)
+            names[f"call{at}"] = noted.function
+            lines.append(f"t{noted.slot} = call{at}({', '.join(f't{slot}' for slot in noted.reads)})")
+            there.pop(noted.slot, None)
         done = [slot for slot, end in last.items() if end == at and slot not in results]
         lines += [f"del t{slot}" for slot in done]
     lines.append("return " + "".join(f"t{slot}, " if slot else "None, " for slot in results))
-    return "def run(M, stream, given):\n    " + "\n    ".join(lines)
+    return "def run(M, stream, inputs):\n    " + "\n    ".join(lines)
 
 
 def guard(*tensors: torch.Tensor, loose: Collection[int] = ()) -> Guard | None:
@@ -297,9 +301,10 @@ def guard(*tensors: torch.Tensor, loose: Collection[int] = ()) -> Guard | None:
         return None
     sizes = strides = None
     if loose:
-        sizes = [_any_rows(one.shape) if i in loose else list(one.shape) for i, one in enumerate(tensors)]
+        sizes = [_any_rows(tensor.shape) if i in loose else list(tensor.shape) for i, tensor in enumerate(tensors)]
         strides = [
-            _last(one.stride()) if i in loose and one.dim() > 2 else list(one.stride()) for i, one in enumerate(tensors)
+            _last(tensor.stride()) if i in loose and tensor.dim() > 2 else list(tensor.stride())
+            for i, tensor in enumerate(tensors)
         ]
     try:
         check: Guard = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
@@ -312,8 +317,8 @@ def _any_rows(shape: Sequence[int]) -> list[int | None]:
     return _last(shape) if len(shape) > 1 else [None]
 
 
-def _last(given: Sequence[int]) -> list[int | None]:
-    return [*(None for _ in given[1:]), given[-1]]
+def _last(strides: Sequence[int]) -> list[int | None]:
+    return [*(None for _ in strides[1:]), strides[-1]]
 
 
 class _Gradient(NamedTuple):
@@ -336,65 +341,71 @@ class Programs:
         self._snapshot = weakref.ref(dispatch_snapshot.snapshot())  # (which keeps the plan)
         self._gradients: dict[tuple[bool, ...], _Gradient | None] = {}
 
-    def _recorded(self, M: int, given: Given, compute: Callable[[Recorder], Results]) -> tuple[Results, Program | None]:
+    def _recorded(
+        self, M: int, inputs: Given, compute: Callable[[Recorder], Results]
+    ) -> tuple[Results, Program | None]:
         snapshot = dispatch_snapshot.snapshot()
-        before, recorder = snapshot.put_off, Recorder(M, given, varies=self._varies)
-        found = compute(recorder)
-        return found, recorder.program(*found) if snapshot.put_off == before else None
+        before, recorder = snapshot.put_off, Recorder(M, inputs, varies=self._varies)
+        results = compute(recorder)
+        return results, recorder.program(*results) if snapshot.put_off == before else None
 
-    def _again(self, known: _Gradient, M: int, given: Given, loose: int = 0) -> Results | None:
+    def _again(self, gradient: _Gradient, M: int, inputs: Given, loose: int = 0) -> Results | None:
         """A gradient by its program; None where its tensors are not as the first ones were.
 
         (Hooks on saved tensors may have made others of them.) The first ``loose`` have any number of rows.
         """
-        program, same, there, absent, low = known
-        some = there(given)
-        if not same(*some) or (absent and any(given[i] is not None for i in absent)):  # (a None is not the same)
+        program, same, there, absent, low = gradient
+        some = there(inputs)
+        if not same(*some) or (absent and any(inputs[i] is not None for i in absent)):  # (a None is not the same)
             return None
-        if [one.data_ptr() & LOW for one in some] != low:
+        if [tensor.data_ptr() & LOW for tensor in some] != low:
             return None
-        if loose and not all(one is None or one.is_contiguous() for one in given[:loose]):
+        if loose and not all(tensor is None or tensor.is_contiguous() for tensor in inputs[:loose]):
             return None
         now = (
             hooks.current() if hooks.blocks else hooks.snapshot
         )  # none just after a reload, when the plan's own may be gone, too
         if now is None or now is not self._snapshot() or not (self._alone or device_is_current(self._device)):
             return None
-        return program.run(M, stream_of(self._device), given)
+        return program.run(M, stream_of(self._device), inputs)
 
     def _first(
         self,
         needs: tuple[bool, ...],
         M: int,
-        given: Given,
+        inputs: Given,
         guarded: int,
         compute: Callable[[Recorder], Results],
         loose: int = 0,
     ) -> Results | None:
-        """What ``compute`` makes of ``given``, written down; None where it was tried, or can't be.
+        """The results of ``compute`` on ``inputs``, recorded; None if that was tried before, or can't be.
 
         A later call is like it where the first ``guarded`` are, of which the first ``loose`` have any number of rows.
         """
         if needs in self._gradients or dispatch_snapshot.snapshot() is not self._snapshot():
             return None
-        there = [i for i, one in enumerate(given[:guarded]) if one is not None]
-        some = [one for one in given[:guarded] if one is not None]
+        there = [i for i, tensor in enumerate(inputs[:guarded]) if tensor is not None]
+        some = [tensor for tensor in inputs[:guarded] if tensor is not None]
         same = guard(*some, loose=[n for n, i in enumerate(there) if i < loose])
         here = self._alone or device_is_current(self._device)
-        if same is None or not here or not all(one.is_contiguous() for one in given[:loose] if one is not None):
+        if (
+            same is None
+            or not here
+            or not all(tensor.is_contiguous() for tensor in inputs[:loose] if tensor is not None)
+        ):
             return None
         with without_autocast(some[0].device.type):
-            found, program = self._recorded(M, given, compute)
+            results, program = self._recorded(M, inputs, compute)
         if program is not None:
-            absent, low = [i for i in range(guarded) if i not in there], [one.data_ptr() & LOW for one in some]
+            absent, low = [i for i in range(guarded) if i not in there], [tensor.data_ptr() & LOW for tensor in some]
             self._gradients[needs] = _Gradient(program, same, itemgetter(*there), absent, low)  # (dy and others)
         elif not hooks.jit_allowed() and not capturing():  # else the next call asks again
             self._gradients[needs] = None
-        return found
+        return results
 
 
-def remember(table: dict[object, Any], key: object, made: Programs) -> None:
+def remember(table: dict[object, Any], key: object, plan: Programs) -> None:
     """Put a plan in; a full table begins anew."""
     if key not in table and len(table) >= MOST_PLANS:
         table.clear()
-    table[key] = made
+    table[key] = plan

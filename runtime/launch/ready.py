@@ -122,7 +122,7 @@ def may_clear(call: Rows, y: torch.Tensor) -> tuple[bool, bool]:
 
 
 def ready_for_gated(call: Rows) -> Ready | None:
-    """The same of silu(gate) * up of this product into new memory, by one kernel, where that pays."""
+    """The kernel that stores silu(gate) * up of this product into new memory, if one is faster; else None."""
     x, w, m_sizes, index = call.x, call.w, call.m_sizes, call.index
     if not isinstance(w, torch.Tensor):
         return None
@@ -179,7 +179,7 @@ def may_add_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: 
     if dense:
         return rows_aligned(call, y)
     pointers = (call.w.codes.data_ptr(), call.w.scale.data_ptr()) if not isinstance(call.w, torch.Tensor) else ()
-    strides = (row_stride(one, one.shape[1]) * size for one in (x, y))
+    strides = (row_stride(tensor, tensor.shape[1]) * size for tensor in (x, y))
     return is_aligned(ALIGNMENT_BYTES, x.data_ptr(), y.data_ptr(), *pointers, *strides)
 
 
@@ -231,8 +231,8 @@ def low_rank_kernel(problem: Problem, M: int, device: int) -> LoadedKernel | Non
     snapshot, local = dispatch_snapshot.snapshot(), local_gpu(device)
 
     def choose() -> tuple[Usable, int] | None:
-        found = with_low_part(snapshot, problem, M, local)
-        return None if found is None else (found.usable, found.index)
+        candidate = with_low_part(snapshot, problem, M, local)
+        return None if candidate is None else (candidate.usable, candidate.index)
 
     return load_first(snapshot, choose, local, device)
 
@@ -288,7 +288,7 @@ def of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) ->
 
 
 def after_gather(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Ready | None:
-    """The same after a pass that gathers the rows, of a kernel that does not; None where there is no such pass."""
+    """A kernel that does not gather, after a row kernel that does; None if there is no such row kernel."""
     from . import rowops
 
     gather = rowops.launcher(RowOp.GATHER, DTYPES[call.x.dtype], call.x.get_device(), aligned=True)
@@ -305,23 +305,23 @@ def name_of(problem: Problem, kernel: LoadedKernel) -> str:
 def kept(key: tuple[object, ...], build: Callable[[], Ready | None]) -> Ready | None:
     snapshot = dispatch_snapshot.snapshot()
     table = snapshot.launchers
-    found: Any = table.get(key, _UNKNOWN)  # one look: another thread may clear the table after it
-    if found is _UNKNOWN:
+    cached: Any = table.get(key, _UNKNOWN)  # one look: another thread may clear the table after it
+    if cached is _UNKNOWN:
         if len(table) >= _MOST_LAUNCHERS:
             table.clear()
         before = snapshot.put_off
-        found = build()
-        if found is None and hooks.jit_allowed():  # in a graph capture nothing is compiled: the next call asks again
+        cached = build()
+        if cached is None and hooks.jit_allowed():  # in a graph capture nothing is compiled: the next call asks again
             return None
         if snapshot.put_off != before:  # nor is anything proven
-            return found  # type: ignore[no-any-return]
-        table[key] = found
-    ready: Ready | None = found
+            return cached  # type: ignore[no-any-return]
+        table[key] = cached
+    ready: Ready | None = cached
     return ready
 
 
 def kernel_of_rows(problem: Problem, call: Rows, device: int, *, aligned: bool) -> LoadedKernel | None:
-    """As ``kernel_for``, of a product of rows: where few rows of many are expected, code without a program a tile."""
+    """The kernel of a product of rows: if few rows of many are expected, one without a program for each tile."""
     kernel: LoadedKernel | None = _kernel(problem, call.bucket, device, aligned, call.pin, None)
     if kernel is None or call.pin is not None or not _idles(kernel, problem, call):
         return kernel
@@ -370,7 +370,7 @@ def _kernel(
 
 
 def kernel_for(problem: Problem, M: int, device: int, *, aligned: bool, pin: Pin | None = None) -> LoadedKernel | None:
-    """What ``pin`` names, else what dispatch decides for a product, loaded and proven; None: torch is to multiply."""
+    """The kernel that ``pin`` names, else dispatch's decision, loaded and tested; None if torch has to multiply."""
     return _kernel(problem, M, device, aligned, pin, None)  # type: ignore[no-any-return]
 
 
@@ -379,8 +379,8 @@ def is_by_torch(problem: Problem, M: int, device: int) -> bool:
     from ..dispatch.decide import Decision, decide
 
     strict, local = settings.settings().strict, local_gpu(device)
-    found = decide(dispatch_snapshot.snapshot(), problem, M, local, strict=strict)
-    return isinstance(found, Decision) and found.chosen.torch_us is not None
+    decision = decide(dispatch_snapshot.snapshot(), problem, M, local, strict=strict)
+    return isinstance(decision, Decision) and decision.chosen.torch_us is not None
 
 
 def grouped_mm(dtype: torch.dtype, sm: int, E: int) -> Callable[..., torch.Tensor] | None:
@@ -389,9 +389,9 @@ def grouped_mm(dtype: torch.dtype, sm: int, E: int) -> Callable[..., torch.Tenso
 
     if dtype is not torch.bfloat16 or not torch_groups(sm) or E > TORCH_GROUPS:
         return None
-    found: Callable[..., torch.Tensor] | None
-    found = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-    return found
+    function: Callable[..., torch.Tensor] | None
+    function = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+    return function
 
 
 def _gated_kernel(
@@ -423,7 +423,7 @@ def _gathered_kernel(problem: Problem, call: Rows, device: int, checks: bool) ->
 def problem_of(
     op: Op, x: torch.Tensor, E: int, N: int, K: int, layout: Layout, fusion: Fusion, quantised: DType | None = None
 ) -> Problem:
-    """What a checked CUDA product is; fp32 is tf32 where torch allows it and a bundle has it.
+    """The problem of a checked CUDA product; fp32 is tf32 where torch allows it and a bundle has it.
 
     ``quantised`` is what kernels read of quantised weights.
     """
@@ -446,7 +446,7 @@ def rows_aligned(call: Rows, y: torch.Tensor) -> bool:
 
 
 def _aligned(call: Rows, y: int, columns: int, stride_y: int) -> bool:
-    """The same of a y by its address, its columns and its rows' stride."""
+    """``rows_aligned`` of a y by its address, its columns and its rows' stride."""
     x, w, size = call.x, call.w, call.x.element_size()
     if not isinstance(w, torch.Tensor):
         return False

@@ -103,8 +103,8 @@ class GroupedGemm(torch.autograd.Function):
         w = m_sizes.new_empty((), dtype=dy.dtype).expand(w_shape) if w is None else w
         call = Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes)
         with without_autocast(dy.device.type):
-            found = backward(call, dy, x, needs)
-        return (found[0], found[1], None, found[2], found[3], *_REST)
+            results = backward(call, dy, x, needs)
+        return (results[0], results[1], None, results[2], results[3], *_REST)
 
 
 class Adapted(NamedTuple):
@@ -120,7 +120,7 @@ class Adapted(NamedTuple):
 
 
 class AdaptedGemm(torch.autograd.Function):
-    """The same beside an adapter, of whose A and B the gradients are computed together, if either is needed."""
+    """y with an adapter, and its gradients; those of A and B are computed together, if either is needed."""
 
     @staticmethod
     def forward(
@@ -138,12 +138,12 @@ class AdaptedGemm(torch.autograd.Function):
         """The product; what a gradient needs is saved."""
         note_mode(ctx)
         form, sizes, scale, plan = how
-        one = LowRank(A, B, scale)
+        adapter = LowRank(A, B, scale)
         if plan is not None:
-            y, u = plan.forward(x, w, m_sizes, weights, bias, index, sizes, one)
+            y, u = plan.forward(x, w, m_sizes, weights, bias, index, sizes, adapter)
         else:
             call = Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes)
-            y, u = gradients.with_adapter(call, x, one)
+            y, u = gradients.with_adapter(call, x, adapter)
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         learns, inner = any(ctx.needs_input_grad[5:7]), needs_x or needs_weights
         ctx.frozen = Frozen.of(w)
@@ -167,18 +167,18 @@ class AdaptedGemm(torch.autograd.Function):
         """The gradients that are needed, None for the others."""
         x, w, m_sizes, weights, bias, A, B, u, index = ctx.saved_tensors
         (form, sizes, scale, plan), w_shape, kind = ctx.call
-        needs, one = wanted(ctx.needs_input_grad, form), LowRank(A, B, scale)
+        needs, adapter = wanted(ctx.needs_input_grad, form), LowRank(A, B, scale)
         m_sizes = _counts_as_saved(dy, w, w_shape, m_sizes, weights, kind)
         w = ctx.frozen.unchanged() if w is None and ctx.frozen is not None else w
         if plan is not None and weights is None:
-            found = plan.adapted(x, w, m_sizes, dy, needs, one, u, w_shape, index, sizes)
-            if found is not None:
-                return found[0], found[1], None, *found[2:6], None, None
+            results = plan.adapted(x, w, m_sizes, dy, needs, adapter, u, w_shape, index, sizes)
+            if results is not None:
+                return results[0], results[1], None, *results[2:6], None, None
         dy = in_memory("dy", dy)
         w = m_sizes.new_empty((), dtype=dy.dtype).expand(w_shape) if w is None else w  # only its shape is read
         call = Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes)
         with without_autocast(dy.device.type):
-            dx, dw, dweights, dbias, dA, dB = with_adapter(call, dy, x, needs, one, u)
+            dx, dw, dweights, dbias, dA, dB = with_adapter(call, dy, x, needs, adapter, u)
         return dx, dw, None, dweights, dbias, dA, dB, None, None
 
 
@@ -209,18 +209,20 @@ def with_adapter(
     dy: torch.Tensor,
     x: torch.Tensor | None,
     needs: Needs,
-    one: LowRank | None,
+    adapter: LowRank | None,
     u: torch.Tensor | None,
     do: Now = NOW,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The same beside an adapter, and its dA and dB if there is ``u``, which the forward made; else None for them."""
-    call, x, one, u = _as_saved(call, dy, x, needs, one, u)
+    """The gradients with an adapter, and its dA and dB if there is the forward's ``u``; else None for them."""
+    call, x, adapter, u = _as_saved(call, dy, x, needs, adapter, u)
     needs_x, needs_w, needs_weights, needs_bias = needs
     dx = dw = dweights = dbias = beside = rows_x = None
     low: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
-    grad_y = gradients.GradY.of(call, dy, gathers=needs_w or needs_bias or one is not None)
-    if one is not None and (needs_x or needs_weights or u is not None):
-        beside = gradients.Beside(one, narrowed_gradient(one, grad_y.gathered, call.m_sizes, do, call.form.bucket))
+    grad_y = gradients.GradY.of(call, dy, gathers=needs_w or needs_bias or adapter is not None)
+    if adapter is not None and (needs_x or needs_weights or u is not None):
+        beside = gradients.Beside(
+            adapter, narrowed_gradient(adapter, grad_y.gathered, call.m_sizes, do, call.form.bucket)
+        )
     if needs_weights and x is not None:
         dx, dweights = gradients.grad_x_and_weights(call, grad_y, x, beside)
         dx = dx if needs_x else None
@@ -258,7 +260,7 @@ def _counts_as_saved(
 
 
 def _as_saved(
-    call: Call, dy: torch.Tensor, x: torch.Tensor | None, needs: Needs, one: LowRank | None, u: torch.Tensor | None
+    call: Call, dy: torch.Tensor, x: torch.Tensor | None, needs: Needs, adapter: LowRank | None, u: torch.Tensor | None
 ) -> tuple[Call, torch.Tensor | None, LowRank | None, torch.Tensor | None]:
     """The tensors that the forward saved, as kernels read them; InputError where a hook made others of them."""
     saved, fusions, w = Saved.beside("grouped_gemm", dy), call.fusions, call.w
@@ -274,9 +276,9 @@ def _as_saved(
         weights = saved.whole("topk_weights", weights, (T, call.form.topk), FLOATS)
     if bias is not None:
         bias = saved.whole("bias", bias, (E, N))
-    if one is not None:
-        A = saved.weights("lora.A", one.A, (E, -1, K))
-        B = saved.weights("lora.B", one.B, (E, N, A.shape[1]))
-        one = one._replace(A=A, B=B)
+    if adapter is not None:
+        A = saved.weights("lora.A", adapter.A, (E, -1, K))
+        B = saved.weights("lora.B", adapter.B, (E, N, A.shape[1]))
+        adapter = adapter._replace(A=A, B=B)
         u = None if u is None else saved.whole("x @ lora.A.T", u, (call.M, A.shape[1]))
-    return call._replace(w=w, fusions=Fusions(index, weights, bias)), x, one, u
+    return call._replace(w=w, fusions=Fusions(index, weights, bias)), x, adapter, u

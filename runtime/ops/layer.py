@@ -69,7 +69,7 @@ class Weights(NamedTuple):
 
 
 class Narrow(NamedTuple):
-    """What a forward keeps of adapters: s * x[token] @ A.T of the first product, s * a @ A.T of the second, [T*k, r].
+    """The rows that a forward keeps of adapters: s * x[token] @ A.T, and s * a @ A.T of the second product, [T*k, r].
 
     None in a gradient where neither A nor B of the product needs one.
     """
@@ -82,7 +82,7 @@ NOTHING_NARROW = Narrow(None, None)
 
 
 class _Kept(NamedTuple):
-    """What no other tensor of a backward says: the dtype of the routing weights, and the columns of h."""
+    """The properties that no other tensor of a backward has: the routing weights' dtype, and the columns of h."""
 
     dtype: torch.dtype
     columns: int
@@ -102,13 +102,13 @@ class _Kept(NamedTuple):
             Saved.beside("moe_mlp", dout).of_dtype("topk_weights", weights, self.dtype)
         if h is not None and h.shape[-1] != self.columns:
             Saved.beside("moe_mlp", dout).whole(_H, h, (h.shape[0], self.columns))
-        for one in narrow:
-            if one is not None and h is not None and one.shape[0] != h.shape[0]:
-                Saved.beside("moe_mlp", dout).whole("rows @ lora.A.T", one, (h.shape[0], -1))
+        for rows in narrow:
+            if rows is not None and h is not None and rows.shape[0] != h.shape[0]:
+                Saved.beside("moe_mlp", dout).whole("rows @ lora.A.T", rows, (h.shape[0], -1))
 
 
 class FrozenWeights(NamedTuple):
-    """The same where gate_up or down, or both, are quantised."""
+    """A layer's tensors if gate_up or down, or both, are quantised."""
 
     gate_up: torch.Tensor | ExpertWeights
     down: torch.Tensor | ExpertWeights
@@ -131,7 +131,7 @@ def weights_of(
 def forward(
     layer: Layer,
     x: torch.Tensor,
-    given: Weights | FrozenWeights,
+    parameters: Weights | FrozenWeights,
     routing: Routing,
     weights: torch.Tensor,
     *,
@@ -150,11 +150,11 @@ def forward(
     index, m_sizes, bounds, experts, places = routing
     M = index.shape[0]
     # (Kernels read a bias as dense.)
-    up_bias, down_bias = (None if bias is None else bias.detach().contiguous() for bias in given[2:])
+    up_bias, down_bias = (None if bias is None else bias.detach().contiguous() for bias in parameters[2:])
     first = Rows(
         Op.FORWARD,
         x,
-        given.gate_up,
+        parameters.gate_up,
         m_sizes,
         layout,
         M,
@@ -167,7 +167,7 @@ def forward(
     )
     h = narrow_x = narrow_a = None
     y: torch.Tensor | None
-    second = partial(_second, given.down, m_sizes, layer, adapters.second, do)
+    second = partial(_second, parameters.down, m_sizes, layer, adapters.second, do)
     whole = act == GATED_IN_PRODUCT and not keeps_h and adapters.first is None
     a = gated_rows(first, do) if whole else None
     if a is not None:
@@ -176,7 +176,7 @@ def forward(
         if adapters.first is not None:
             narrow_x = low_rank.narrowed(adapters.first, x, m_sizes, index, k, bounds, do, bucket)
         h = low_rank.product(first, adapters.first, narrow_x, do)
-        of_h = Rows(Op.FORWARD, h, given.down, m_sizes, layout, M, bounds=bounds, expected=bucket)
+        of_h = Rows(Op.FORWARD, h, parameters.down, m_sizes, layout, M, bounds=bounds, expected=bucket)
         y = of_activated(of_h, act, do) if adapters.second is None else None
         if y is None:
             y, narrow_a = second(activation.forward(h, act, bounds, do))
@@ -217,14 +217,14 @@ class MoeLayer(torch.autograd.Function):
     ) -> torch.Tensor:
         """The layer; what a gradient needs is saved. ``plan`` is a ``api.layer_plan.LayerPlan``."""
         note_mode(ctx)
-        given = weights_of(gate_up, down, gate_up_bias, down_bias)
+        parameters = weights_of(gate_up, down, gate_up_bias, down_bias)
         run = forward if plan is None else plan.forward
-        out, h, *_ = run(layer, x, given, routing, weights, keeps_h=True)
+        out, h, *_ = run(layer, x, parameters, routing, weights, keeps_h=True)
         needs_x, needs_up, needs_down, needs_up_bias, _, needs_weights = ctx.needs_input_grad[:6]
         inner = needs_x or needs_up or needs_up_bias  # dh is needed
         products = gate_up if needs_x else None, down if inner or needs_weights else None
         ctx.frozen = [Frozen.of(w) for w in products]
-        tensors = [one if isinstance(one, torch.Tensor) else None for one in products]
+        tensors = [w if isinstance(w, torch.Tensor) else None for w in products]
         ctx.save_for_backward(
             x if needs_up else None,
             *tensors,
@@ -242,20 +242,20 @@ class MoeLayer(torch.autograd.Function):
         """The gradients that are needed, None for the others."""
         x, gate_up, down, down_bias, weights, h = ctx.saved_tensors
         gate_up, down = _as_kept(ctx.frozen, gate_up, down)
-        given, needs = weights_of(gate_up, down, None, down_bias), ctx.needs_input_grad[:6]
+        parameters, needs = weights_of(gate_up, down, None, down_bias), ctx.needs_input_grad[:6]
         ctx.kept.check(dout, weights, h)
-        found = None
+        results = None
         if ctx.plan is not None and h is not None:
-            found = ctx.plan.gradients(ctx.layer, dout, x, given, weights, h, ctx.routing, needs)
-        if found is None:
+            results = ctx.plan.gradients(ctx.layer, dout, x, parameters, weights, h, ctx.routing, needs)
+        if results is None:
             dout = in_memory("dout", dout, "moe_mlp")
             with without_autocast(dout.device.type):
-                found = gradients(ctx.layer, dout, x, given, weights, h, ctx.routing, needs)
-        return (*found[:6], None, None, None)
+                results = gradients(ctx.layer, dout, x, parameters, weights, h, ctx.routing, needs)
+        return (*results[:6], None, None, None)
 
 
 class AdaptedLayer(torch.autograd.Function):
-    """The same with low-rank adapters, whose A and B have gradients: (A, B) of the first product, then of the second.
+    """A layer with low-rank adapters, whose A and B have gradients: (A, B) of the first product, then of the second.
 
     Where there is none, both are None.
     """
@@ -277,12 +277,12 @@ class AdaptedLayer(torch.autograd.Function):
     ) -> torch.Tensor:
         """The layer; what a gradient needs is saved. ``plan`` is a ``api.layer_plan.LayerPlan``."""
         note_mode(ctx)
-        given = weights_of(gate_up, down, gate_up_bias, down_bias)
+        parameters = weights_of(gate_up, down, gate_up_bias, down_bias)
         run = forward if plan is None else plan.forward
-        out, *kept = run(layer, x, given, routing, weights, keeps_h=True, adapters=adapters_of(low, scales))
+        out, *kept = run(layer, x, parameters, routing, weights, keeps_h=True, adapters=adapters_of(low, scales))
         both = gate_up, down
         ctx.frozen = [Frozen.of(w) for w in both]
-        tensors = [one if isinstance(one, torch.Tensor) else None for one in both]
+        tensors = [w if isinstance(w, torch.Tensor) else None for w in both]
         ctx.save_for_backward(x, *tensors, down_bias, weights, *kept, *low)
         ctx.layer, ctx.scales, ctx.plan, ctx.kept = layer, scales, plan, _Kept.of(weights, kept[0])
         ctx.routing = routing
@@ -294,18 +294,18 @@ class AdaptedLayer(torch.autograd.Function):
         """The gradients; those of A and B of a product together, if either is needed."""
         x, gate_up, down, down_bias, weights, h, *rest = ctx.saved_tensors
         low, routing, learns = rest[2:], ctx.routing, ctx.needs_input_grad[10:]
-        narrow = Narrow(*(one if any(learns[2 * i : 2 * i + 2]) else None for i, one in enumerate(rest[:2])))
+        narrow = Narrow(*(tensor if any(learns[2 * i : 2 * i + 2]) else None for i, tensor in enumerate(rest[:2])))
         gate_up, down = _as_kept(ctx.frozen, gate_up, down)
-        given, needs = weights_of(gate_up, down, None, down_bias), ctx.needs_input_grad[:6]
+        parameters, needs = weights_of(gate_up, down, None, down_bias), ctx.needs_input_grad[:6]
         ctx.kept.check(dout, weights, h, narrow)
-        adapters, found = adapters_of(low, ctx.scales), None
+        adapters, results = adapters_of(low, ctx.scales), None
         if ctx.plan is not None:
-            found = ctx.plan.gradients(ctx.layer, dout, x, given, weights, h, routing, needs, adapters, narrow)
-        if found is None:
+            results = ctx.plan.gradients(ctx.layer, dout, x, parameters, weights, h, routing, needs, adapters, narrow)
+        if results is None:
             dout = in_memory("dout", dout, "moe_mlp")
             with without_autocast(dout.device.type):
-                found = all_gradients(ctx.layer, dout, x, given, weights, h, routing, needs, adapters, narrow)
-        return (*found[:6], None, None, None, None, *found[6:])
+                results = all_gradients(ctx.layer, dout, x, parameters, weights, h, routing, needs, adapters, narrow)
+        return (*results[:6], None, None, None, None, *results[6:])
 
 
 def _as_kept(frozen: Sequence[Frozen | None], *saved: torch.Tensor | None) -> tuple[Any, ...]:
@@ -323,7 +323,7 @@ def all_gradients(
     layer: Layer,
     dout: torch.Tensor,
     x: torch.Tensor | None,
-    given: Weights | FrozenWeights,
+    parameters: Weights | FrozenWeights,
     weights: torch.Tensor,
     h: torch.Tensor | None,
     routing: Routing,
@@ -332,16 +332,16 @@ def all_gradients(
     narrow: Narrow,
     do: Now = NOW,
 ) -> tuple[torch.Tensor | None, ...]:
-    """As ``with_adapters``, in a row: the six, then A's and B's of the first product, then of the second."""
-    found, low = with_adapters(layer, dout, x, given, weights, h, routing, needs, adapters, narrow, do)
-    return (*found, *(each for one in low for each in (one or (None, None))))
+    """The gradients of ``with_adapters`` in one tuple: the six, then A's and B's of both products."""
+    six, low = with_adapters(layer, dout, x, parameters, weights, h, routing, needs, adapters, narrow, do)
+    return (*six, *(each for pair in low for each in (pair or (None, None))))
 
 
 def gradients(
     layer: Layer,
     dout: torch.Tensor,
     x: torch.Tensor | None,
-    given: Weights | FrozenWeights,
+    parameters: Weights | FrozenWeights,
     weights: torch.Tensor,
     h: torch.Tensor | None,
     routing: Routing,
@@ -349,14 +349,14 @@ def gradients(
     do: Now = NOW,
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of x, gate_up, down, gate_up_bias, down_bias and weights: those that ``needs`` asks for."""
-    return with_adapters(layer, dout, x, given, weights, h, routing, needs, NO_ADAPTERS, NOTHING_NARROW, do)[0]
+    return with_adapters(layer, dout, x, parameters, weights, h, routing, needs, NO_ADAPTERS, NOTHING_NARROW, do)[0]
 
 
 def with_adapters(
     layer: Layer,
     dout: torch.Tensor,
     x: torch.Tensor | None,
-    given: Weights | FrozenWeights,
+    parameters: Weights | FrozenWeights,
     weights: torch.Tensor,
     h: torch.Tensor | None,
     routing: Routing,
@@ -365,8 +365,10 @@ def with_adapters(
     narrow: Narrow,
     do: Now = NOW,
 ) -> tuple[tuple[torch.Tensor | None, ...], tuple[LowRankGradients | None, LowRankGradients | None]]:
-    """The same, and the gradients of the adapters of which there is what the forward kept, ``narrow``."""
-    x, given, weights, h, adapters, narrow = _as_saved(layer, dout, x, given, weights, h, routing, adapters, narrow)
+    """The gradients, and those of adapters for which there is what the forward kept, ``narrow``."""
+    x, parameters, weights, h, adapters, narrow = _as_saved(
+        layer, dout, x, parameters, weights, h, routing, adapters, narrow
+    )
     first, second = adapters
     of_first = of_second = None
     needs_x, needs_up, needs_down, needs_up_bias, needs_down_bias, needs_weights = needs
@@ -385,7 +387,7 @@ def with_adapters(
         whole = inner or needs_weights
         v = None if second is None else low_rank.narrowed_gradient(second, dy, m_sizes, do, bucket)
         if whole:
-            of_dy = Rows(Op.DX, dy, given.down, m_sizes, layout, M, expected=bucket)
+            of_dy = Rows(Op.DX, dy, parameters.down, m_sizes, layout, M, expected=bucket)
             da = low_rank.product(of_dy, second, v, do)
         else:
             da = do.call(partial(_zeros, act=act), h)
@@ -403,7 +405,7 @@ def with_adapters(
             weights=row_weights,
             index=index,
             bounds=bounds,
-            narrow=given.down_bias is None,
+            narrow=parameters.down_bias is None,
             do=do,
         )
         del da
@@ -415,7 +417,7 @@ def with_adapters(
         scale = do.call(partial(_scales, dtype=dy.dtype), weights, index)
         ddown_bias = do.call(_first_column, weight(dy, scale, m_sizes, strict=False, bucket=bucket, do=do))
     if needs_weights and dweights is not None:
-        more = () if given.down_bias is None else (dout, given.down_bias, experts)
+        more = () if parameters.down_bias is None else (dout, parameters.down_bias, experts)
         dweights = do.call(partial(_of_weights, top_k=k, E=E, dtype=weights.dtype), dweights, *more)
     del a  # with dy half of what the gradient takes beside its results
     if not frees:
@@ -423,7 +425,7 @@ def with_adapters(
     if dh is not None:
         v = None if first is None else low_rank.narrowed_gradient(first, dh, m_sizes, do, bucket)
         if needs_x:
-            of_dh = Rows(Op.DX, dh, given.gate_up, m_sizes, layout, M, expected=bucket)
+            of_dh = Rows(Op.DX, dh, parameters.gate_up, m_sizes, layout, M, expected=bucket)
             dx = low_rank.product(of_dh, first, v, do)
             dx = tokens.combine(dx, places, k, do=do)
         if x is not None and (needs_up or narrow.x is not None):
@@ -448,7 +450,7 @@ def _as_saved(
     layer: Layer,
     dout: torch.Tensor,
     x: torch.Tensor | None,
-    given: Weights | FrozenWeights,
+    parameters: Weights | FrozenWeights,
     weights: torch.Tensor,
     h: torch.Tensor | None,
     routing: Routing,
@@ -462,7 +464,7 @@ def _as_saved(
     x = None if x is None else saved.rows("hidden", x, (T, H))
     h = None if h is None else saved.whole(_H, h, (M, -1))
     wide, I = (-1, -1) if h is None else (h.shape[1], layer.act.columns(h))  # noqa: E741
-    up, down, up_bias, down_bias = given
+    up, down, up_bias, down_bias = parameters
     if isinstance(up, torch.Tensor):
         up = saved.weights("gate_up_weight", up, _shape(E, wide, H, layout))
     if isinstance(down, torch.Tensor):
@@ -476,15 +478,15 @@ def _as_saved(
 
 
 def _adapter_as_saved(
-    saved: Saved, name: str, one: LowRank | None, u: torch.Tensor | None, sizes: tuple[int, int, int, int]
+    saved: Saved, name: str, adapter: LowRank | None, u: torch.Tensor | None, sizes: tuple[int, int, int, int]
 ) -> tuple[LowRank | None, torch.Tensor | None]:
     """An adapter's A and B, and x @ A.T of its product's rows, for M, E, N, K."""
     M, E, N, K = sizes
-    if one is None:
+    if adapter is None:
         return None, None
-    A = saved.weights(f"{name}.A", one.A, (E, -1, K))
-    B = saved.weights(f"{name}.B", one.B, (E, N, A.shape[1]))
-    return one._replace(A=A, B=B), None if u is None else saved.whole(f"rows @ {name}.A.T", u, (M, A.shape[1]))
+    A = saved.weights(f"{name}.A", adapter.A, (E, -1, K))
+    B = saved.weights(f"{name}.B", adapter.B, (E, N, A.shape[1]))
+    return adapter._replace(A=A, B=B), None if u is None else saved.whole(f"rows @ {name}.A.T", u, (M, A.shape[1]))
 
 
 def _shape(E: int, N: int, K: int, layout: Layout) -> tuple[int, int, int]:
@@ -519,10 +521,10 @@ def _ones(dh: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(weights: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    every = weights.detach().reshape(-1)[index]
-    if every.dtype not in (dtype, torch.float32):
-        every = every.to(torch.float32 if dtype is not torch.float64 else dtype)  # as ``slot_weights``
-    return every.to(dtype)[:, None].expand(-1, _ONES).contiguous()
+    by_row = weights.detach().reshape(-1)[index]
+    if by_row.dtype not in (dtype, torch.float32):
+        by_row = by_row.to(torch.float32 if dtype is not torch.float64 else dtype)  # as ``slot_weights``
+    return by_row.to(dtype)[:, None].expand(-1, _ONES).contiguous()
 
 
 def _first_column(dbias: torch.Tensor) -> torch.Tensor:
@@ -546,6 +548,6 @@ def _of_weights(
     experts = experts.view(dweights.shape)
     wide = torch.promote_types(dout.dtype, torch.float32)
     with without_autocast(dout.device.type):
-        every = dout.to(wide) @ bias.detach().to(wide).T
+        dots = dout.to(wide) @ bias.detach().to(wide).T
     here = (experts >= 0) & (experts < E)
-    return (dweights + torch.where(here, every.gather(1, torch.where(here, experts, 0).long()), 0)).to(dtype)
+    return (dweights + torch.where(here, dots.gather(1, torch.where(here, experts, 0).long()), 0)).to(dtype)

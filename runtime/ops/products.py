@@ -121,8 +121,8 @@ def new_rows(call: Rows, many: int, do: Now = NOW) -> torch.Tensor:
                 by_torch = partial(
                     into_new, grouped=product.by_torch, layout=call.as_forward(), zero_tail=call.zero_tail
                 )
-                made: torch.Tensor = do.call(by_torch, call.x, call.dense, call.m_sizes)
-                return made
+                result: torch.Tensor = do.call(by_torch, call.x, call.dense, call.m_sizes)
+                return result
             if product is not None:
                 y: torch.Tensor = do.new(call.x, size, per=per)
                 _run(product, call, y, do)
@@ -135,14 +135,14 @@ def wide_rows(call: Rows, do: Now = NOW) -> torch.Tensor | None:
     if not (call.M and all(call.sizes)) or not tensors.on_gpu(call.x) or not rows_usable(call.x):
         return None
     with on(call.x.get_device()):
-        found = resolve_wide(call)
-        if found is None:
+        wide = resolve_wide(call)
+        if wide is None:
             return None
-        product, columns = found
+        product, columns = wide
         y: torch.Tensor = do.new(call.x, (call.M, columns))
         _run(product, call, y, do)
-        made: torch.Tensor = do.call(partial(_columns, N=call.sizes[1]), y)
-        return made
+        result: torch.Tensor = do.call(partial(_columns, N=call.sizes[1]), y)
+        return result
 
 
 def _columns(y: torch.Tensor, N: int) -> torch.Tensor:
@@ -276,7 +276,7 @@ def _launch_rows(call: Rows, y: torch.Tensor, do: Now) -> bool:
 def _run(product: Product, call: Rows, y: torch.Tensor, do: Now) -> None:
     if call.zero_tail and not product.zeroes:
         _zero_rest(call, y, do)
-    given = {
+    operands = {
         "x": call.x,
         "x_scale": call.x_scale,
         "y": y,
@@ -288,13 +288,13 @@ def _run(product: Product, call: Rows, y: torch.Tensor, do: Now) -> None:
         **operands_of(call.w),
     }
     if call.low is not None:
-        given |= {"low_x": call.low.x, "low_w": call.low.w}
+        operands |= {"low_x": call.low.x, "low_w": call.low.w}
     if product.in_range is not None and call.index is not None:
-        given["in_range"] = do.call(product.in_range, call.index, call.x)
-    for one in product.scratch:
-        given[one.name] = do.new(call.x, (call.M, one.columns), one.dtype)
+        operands["in_range"] = do.call(product.in_range, call.index, call.x)
+    for scratch in product.scratch:
+        operands[scratch.name] = do.new(call.x, (call.M, scratch.columns), scratch.dtype)
     for step in product.steps:
-        do.run(step, call.M, given)
+        do.run(step, call.M, operands)
 
 
 def with_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: torch.Tensor, do: Now = NOW) -> bool:
@@ -320,12 +320,12 @@ def with_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: tor
     return True
 
 
-def _turned(one: torch.Tensor) -> torch.Tensor:
-    return one.transpose(1, 2).contiguous()
+def _turned(w: torch.Tensor) -> torch.Tensor:
+    return w.transpose(1, 2).contiguous()
 
 
-def _dense(one: torch.Tensor) -> torch.Tensor:
-    return one.contiguous()
+def _dense(w: torch.Tensor) -> torch.Tensor:
+    return w.contiguous()
 
 
 def _zero_rest(call: Rows, y: torch.Tensor, do: Now) -> None:
