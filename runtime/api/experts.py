@@ -91,7 +91,7 @@ def experts_mlp(
     function = activation_of(_CALL, activation, gated=gated, interleaved=interleaved)
     act = RowActivation(function, gated, interleaved)
     adapters = adapters_given(lora)
-    low = [one for pair in adapters if isinstance(pair, Lora) for one in pair[:2]]
+    low = [tensor for pair in adapters if isinstance(pair, Lora) for tensor in pair[:2]]
     biases = gate_up_bias, down_bias
     if isinstance(x, QuantizedRows):
         both, rest_of = (gate_up_weight, down_weight), (adapters, out, zero_tail, expected_rows)
@@ -104,24 +104,26 @@ def experts_mlp(
     if not (tensors.duals._current_level >= 0 or tensors.jit_state() is not None or _tracing()):
         called = act, w_layout, zero_tail, expected_rows
         key = _key(x, gate_up_weight, down_weight, biases, out, lora, called)
-        found = None
+        planned = None
         if key is not None:
-            found = _again(key, x, gate_up_weight, down_weight, m_sizes, m_starts, biases, out, adapters)
-        if found is not None:
-            return found if x.dim() == 2 or out is not None else found.view(x.shape)
+            planned = _again(key, x, gate_up_weight, down_weight, m_sizes, m_starts, biases, out, adapters)
+        if planned is not None:
+            return planned if x.dim() == 2 or out is not None else planned.view(x.shape)
     check_rows(_CALL, "x", x, m_sizes, m_starts)
     if w_layout not in ("nk", "kn"):
         raise InputError(f"{_CALL}: w_layout is {w_layout!r}, wanted 'nk' (E matrices [out, in]) or 'kn' ([in, out])")
-    given = x, gate_up_weight, down_weight, *biases
+    originals = x, gate_up_weight, down_weight, *biases
     x, gate_up, gate_up_bias = autocast(x, gate_up_weight, gate_up_bias)
     _, down, down_bias = autocast(x, down_weight, down_bias)
-    rest = [one for one in (m_sizes, m_starts, down, gate_up_bias, down_bias, *low) if one is not None]
+    rest = [tensor for tensor in (m_sizes, m_starts, down, gate_up_bias, down_bias, *low) if tensor is not None]
     if tensors.is_traced(x, gate_up, *rest):
         if out is not None:
             raise InputError(f"{_CALL}: out= can't be traced by torch.compile or torch.export: leave it out")
         biased = gate_up_bias, down_bias
         return _traced(x, (gate_up, down), biased, m_sizes, m_starts, act, w_layout, adapters, zero_tail, expected_rows)
-    own = all(one is other for one, other in zip((x, gate_up, down, gate_up_bias, down_bias), given, strict=True))
+    own = all(
+        tensor is other for tensor, other in zip((x, gate_up, down, gate_up_bias, down_bias), originals, strict=True)
+    )
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     flat, gate_up, down, wide = _checked(flat, gate_up, down, m_sizes, act, w_layout, gate_up_bias, down_bias)
     R = flat.shape[0]
@@ -130,14 +132,14 @@ def experts_mlp(
     first = adapter(adapters[0], flat, m_sizes, wide)
     second = adapter(adapters[1], flat.new_empty((0, wide // (2 if gated else 1))), m_sizes, flat.shape[1])
     weights = weights_of(gate_up, down, gate_up_bias, down_bias)
-    pairs = [each for one in (first, second) for each in ((None, None) if one is None else one[:2])]
-    learns = any(one is not None and one.requires_grad for one in (flat, *weights, *pairs))
+    pairs = [each for tensor in (first, second) for each in ((None, None) if tensor is None else tensor[:2])]
+    learns = any(tensor is not None and tensor.requires_grad for tensor in (flat, *weights, *pairs))
     if learns and torch.is_grad_enabled():
         if out is not None:
             tensors.bad("out", "given to a call that needs a gradient", "None, or torch.no_grad()", _CALL)
         placed = placed_of(x, m_sizes, m_starts)
         hows = How(True, False, layout, False, bucket), How(False, True, layout, bool(zero_tail), bucket)
-        scales = [1.0 if one is None else one.scale for one in (first, second)]
+        scales = [1.0 if tensor is None else tensor.scale for tensor in (first, second)]
         with without_autocast(x.device.type):
             apply: Any = PaddedGemm.apply
             h = apply(flat, gate_up, gate_up_bias, *pairs[:2], placed, hows[0], scales[0])
@@ -145,7 +147,7 @@ def experts_mlp(
             y: torch.Tensor = apply(a, down, down_bias, *pairs[2:], placed, hows[1], scales[1])
         return y.view(x.shape)
     operands = (*operands_of(gate_up).values(), *operands_of(down).values())
-    every = (x, m_sizes, m_starts, *operands, gate_up_bias, down_bias, *pairs, out)
+    inputs = (x, m_sizes, m_starts, *operands, gate_up_bias, down_bias, *pairs, out)
     if out is not None:
         read = {"m_sizes": m_sizes, "m_starts": m_starts, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
         read |= named("gate_up_weight", gate_up) | named("down_weight", down)
@@ -157,7 +159,7 @@ def experts_mlp(
         return padded_rows.layer(how, flat, weights, placed, zero_tail=zero_tail, into=into, adapters=both, do=do)
 
     with without_autocast(x.device.type):
-        y = run_recorded(key if own else None, every, flat, compute)
+        y = run_recorded(key if own else None, inputs, flat, compute)
     if out is not None:
         _written(out)
         return out
@@ -165,7 +167,7 @@ def experts_mlp(
 
 
 def _of_codes(
-    given: QuantizedRows,
+    arriving: QuantizedRows,
     both: tuple[torch.Tensor | ExpertWeights, torch.Tensor | ExpertWeights],
     m_sizes: torch.Tensor,
     m_starts: torch.Tensor | None,
@@ -180,8 +182,8 @@ def _of_codes(
     """The layer of rows that arrive as codes."""
     if any(adapters):
         raise refusal(_CALL, "x", "lora")
-    coded = checked_codes(_CALL, "x", given, both[0], m_sizes, m_starts, both[1], *biases)
-    (codes, scale), x = coded, given.stand_in()
+    coded = checked_codes(_CALL, "x", arriving, both[0], m_sizes, m_starts, both[1], *biases)
+    (codes, scale), x = coded, arriving.stand_in()
     flat = x.view(-1, x.shape[-1])
     _, gate_up, down, _ = _checked(flat, *both, m_sizes, act, w_layout, *biases, copies=False)
     bucket = expected_bucket(_CALL, expected_rows, flat.shape[0], most_rows(x))
@@ -213,13 +215,13 @@ def _again(
     """The call by its plan, before any check; None where the checks are to say what it is."""
     try:
         low: list[torch.Tensor | None] = []
-        for one in adapters:
-            low += (None, None) if one is None else as_used(one, x.dtype, m_sizes.shape[0])[:2]
+        for lora in adapters:
+            low += (None, None) if lora is None else as_used(lora, x.dtype, m_sizes.shape[0])[:2]
         operands = (*operands_of(gate_up).values(), *operands_of(down).values())
-        every = (x, m_sizes, m_starts, *operands, *biases, *low, out)
+        inputs = (x, m_sizes, m_starts, *operands, *biases, *low, out)
     except tensors.UNUSABLE:
         return None
-    return recorded(key, every)
+    return recorded(key, inputs)
 
 
 def _key(
@@ -261,11 +263,11 @@ def _checked(
     form = form_of(w_layout=w_layout, topk=1, permute_x=False, permute_y=False)
 
     def product(rows: torch.Tensor, w: Any, bias: torch.Tensor | None) -> tensors.RowGemm:
-        found = tensors.check(rows, w, m_sizes, w_layout, copies=copies)
+        gemm = tensors.check(rows, w, m_sizes, w_layout, copies=copies)
         check_fusions(
-            form, m_sizes, x.dtype, found.N, gather_indices=None, topk_weights=None, fuse_mul_post=False, bias=bias
+            form, m_sizes, x.dtype, gemm.N, gather_indices=None, topk_weights=None, fuse_mul_post=False, bias=bias
         )
-        return found
+        return gemm
 
     with _product("gate_up"):
         first = product(x, gate_up, gate_up_bias)
@@ -279,13 +281,13 @@ def _checked(
         )
     if x.is_cuda:
         tensors.check_cuda_dtype(x, "x", _CALL)
-    up, low = (one if isinstance(one, ExpertWeights) else made.w for one, made in ((gate_up, first), (down, second)))
+    up, low = (w if isinstance(w, ExpertWeights) else gemm.w for w, gemm in ((gate_up, first), (down, second)))
     return first.x, up, low, first.N
 
 
 @contextlib.contextmanager
 def _product(name: str) -> Iterator[None]:
-    """What a product's check says of w and bias is told of the caller's own arguments."""
+    """Have the errors of a product's check name the caller's own arguments in place of w and bias."""
     try:
         yield
     except InputError as error:

@@ -66,7 +66,7 @@ def padded_gemm(
     only_dx: bool,
     only_dw: bool,
 ) -> torch.Tensor:
-    """What ``grouped_gemm``, which is ``product``, returns of padded rows.
+    """The result of ``grouped_gemm``, which is ``product``, for padded rows.
 
     Raises
     ------
@@ -94,13 +94,13 @@ def padded_gemm(
     key = None
     if not (tensors.duals._current_level >= 0 or tensors.jit_state() is not None or _tracing()):
         key = _key(x, w, w_layout, zero_tail, bias, out, lora, expected_rows)
-        found = None if key is None else _again(key, x, w, m_sizes, m_starts, bias, out, lora)
-        if found is not None:
-            return found if x.dim() == 2 or out is not None else found.view(*x.shape[:-1], -1)
+        planned = None if key is None else _again(key, x, w, m_sizes, m_starts, bias, out, lora)
+        if planned is not None:
+            return planned if x.dim() == 2 or out is not None else planned.view(*x.shape[:-1], -1)
     check_rows(_CALL, "x", x, m_sizes, m_starts)
     if tensors.duals._current_level >= 0:
         tensors.no_tangents(_CALL, x, w, bias, *(lora[:2] if isinstance(lora, Lora) else ()))
-    given = x, w, bias
+    originals = x, w, bias
     low = () if not isinstance(lora, Lora) else lora[:2]
     if tensors.is_traced(x, w, m_sizes, m_starts, bias, *low):
         only = only_dx, only_dw
@@ -115,10 +115,10 @@ def padded_gemm(
     if x.is_cuda:
         tensors.check_cuda_dtype(x)
     bucket = expected_bucket(_CALL, expected_rows, R, most_rows(x))
-    one = None if lora is None else low_rank_of(lora, flat, m_sizes, N)
+    part = None if lora is None else low_rank_of(lora, flat, m_sizes, N)
     dense: torch.Tensor | ExpertWeights = w if isinstance(w, ExpertWeights) else rows.w
     y_shape = (*x.shape[:-1], N)
-    low_tensors = (None, None) if one is None else (one.A, one.B)
+    low_tensors = (None, None) if part is None else (part.A, part.B)
     how = How(True, True, Layout(w_layout), form.zero_tail, bucket, form.only_dx, form.only_dw)
     learns = any(t is not None and t.requires_grad for t in (x, dense, bias, *low_tensors))
     if learns and torch.is_grad_enabled():
@@ -130,21 +130,21 @@ def padded_gemm(
         placed = placed_of(x, m_sizes, m_starts)
         with without_autocast(x.device.type):
             apply: Any = PaddedGemm.apply
-            y: torch.Tensor = apply(flat, dense, bias, *low_tensors, placed, how, 1.0 if one is None else one.scale)
+            y: torch.Tensor = apply(flat, dense, bias, *low_tensors, placed, how, 1.0 if part is None else part.scale)
         return y.view(y_shape)
     operands = tuple(operands_of(dense).values())
-    every = (x, m_sizes, m_starts, *operands, bias, *low_tensors, out)
+    inputs = (x, m_sizes, m_starts, *operands, bias, *low_tensors, out)
     if out is not None:
         read = {"x": x, "m_sizes": m_sizes, "m_starts": m_starts, "bias": bias, **named("w", dense)}
         check_out(_CALL, out, y_shape, x, read | {"lora.A": low_tensors[0], "lora.B": low_tensors[1]})
-    if not (x is given[0] and w is given[1] and bias is given[2]):
+    if not (x is originals[0] and w is originals[1] and bias is originals[2]):
         key = None
 
     def compute(flat: torch.Tensor, into: torch.Tensor | None, placed: Placed, do: Any) -> torch.Tensor:
-        return padded_rows.product(flat, dense, placed, how, bias, one, into, do)[0]
+        return padded_rows.product(flat, dense, placed, how, bias, part, into, do)[0]
 
     with without_autocast(x.device.type):
-        y = run_recorded(key, every, flat, compute)
+        y = run_recorded(key, inputs, flat, compute)
     if out is not None:
         _written(out)
         return out
@@ -152,7 +152,7 @@ def padded_gemm(
 
 
 def _of_codes(
-    given: QuantizedRows,
+    arriving: QuantizedRows,
     w: torch.Tensor | ExpertWeights,
     m_sizes: torch.Tensor,
     m_starts: torch.Tensor | None,
@@ -163,7 +163,7 @@ def _of_codes(
     expected_rows: int | None,
 ) -> torch.Tensor:
     """The product of rows that arrive as codes."""
-    (codes, scale), x = checked_codes(_CALL, "x", given, w, m_sizes, m_starts, bias), given.stand_in()
+    (codes, scale), x = checked_codes(_CALL, "x", arriving, w, m_sizes, m_starts, bias), arriving.stand_in()
     moves: dict[str, Any] = {"topk": 1, "permute_x": False, "permute_y": False}
     form = form_of(w_layout=w_layout, zero_tail=zero_tail, **moves)
     flat = x.view(-1, x.shape[-1])
@@ -188,7 +188,7 @@ def _of_codes(
 def checked_codes(
     call: str,
     name: str,
-    given: QuantizedRows,
+    arriving: QuantizedRows,
     w: torch.Tensor | ExpertWeights,
     m_sizes: torch.Tensor,
     m_starts: torch.Tensor | None,
@@ -198,46 +198,46 @@ def checked_codes(
 
     ``others`` are what else the call reads.
     """
-    coded = checked(call, name, given, w)
-    check_rows(call, name, given.stand_in(), m_sizes, m_starts)
-    there = [one for one in others if one is not None]
+    coded = checked(call, name, arriving, w)
+    check_rows(call, name, arriving.stand_in(), m_sizes, m_starts)
+    there = [tensor for tensor in others if tensor is not None]
     if tensors.duals._current_level >= 0:
         tensors.no_tangents(call, *there)
     if tensors.is_traced(*coded, m_sizes, m_starts, *there):
         raise refusal(call, name, "a call that torch traces")
-    if torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in there):
+    if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in there):
         raise refusal(call, name, "a gradient")
     return coded
 
 
 def run_recorded(
-    key: object, every: Sequence[torch.Tensor | None], flat: torch.Tensor, compute: Compute
+    key: object, inputs: Sequence[torch.Tensor | None], flat: torch.Tensor, compute: Compute
 ) -> torch.Tensor:
     """y of ``compute``; where that can be recorded, a plan of it is left under ``key``.
 
     ``every`` are the tensors of the call: x, m_sizes and m_starts first, out last. ``flat`` is x as rows.
     """
-    x, m_sizes, m_starts, *_, out = every
+    x, m_sizes, m_starts, *_, out = inputs
     if x is None or m_sizes is None:
         raise AssertionError("a call without rows")
-    made = None if key is None else plan(every)
+    new_plan = None if key is None else plan(inputs)
     placed = placed_of(x, m_sizes, m_starts)
-    if made is None:
+    if new_plan is None:
         return compute(flat, as_rows(out), placed, NOW)
-    y = made.first(every, placed, compute)
-    if made.program is not None:
-        remember(dispatch_snapshot.snapshot().plans, key, made)
+    y = new_plan.first(inputs, placed, compute)
+    if new_plan.program is not None:
+        remember(dispatch_snapshot.snapshot().plans, key, new_plan)
     return y
 
 
-def recorded(key: object, every: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+def recorded(key: object, inputs: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """y [R, N], or out, by the plan that an earlier call like this left under ``key``; None where there is none."""
     snapshot = hooks.snapshot
-    known: PaddedPlan | None = None if snapshot is None else snapshot.plans.get(key)
-    if known is None:
+    earlier: PaddedPlan | None = None if snapshot is None else snapshot.plans.get(key)
+    if earlier is None:
         return None
-    y = known.call(every)
-    return y if y is None or every[-1] is None else every[-1]
+    y = earlier.call(inputs)
+    return y if y is None or inputs[-1] is None else inputs[-1]
 
 
 def _again(
@@ -256,10 +256,10 @@ def _again(
         if lora is not None:
             low = as_used(lora, x.dtype, m_sizes.shape[0])[:2]
         dense = w if isinstance(w, ExpertWeights) else tensors.three_dimensional(w, m_sizes.shape[0], Layout.NK)
-        every = (x, m_sizes, m_starts, *operands_of(dense).values(), bias, *low, out)
+        inputs = (x, m_sizes, m_starts, *operands_of(dense).values(), bias, *low, out)
     except tensors.UNUSABLE:
         return None
-    return recorded(key, every)
+    return recorded(key, inputs)
 
 
 def _key(
@@ -285,7 +285,7 @@ def _key(
 
 
 def most_rows(x: torch.Tensor) -> str:
-    """What the number of rows is called."""
+    """The name of the number of rows, for messages."""
     return "M" if x.dim() == 2 else "E*M_max"
 
 
@@ -351,7 +351,7 @@ def check_out(
 def named(name: str, w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | None]:
     """The tensors of weights by what an error calls them."""
     if isinstance(w, ExpertWeights):
-        return {f"{name}.{part}": one for part, one in w.tensors().items()}
+        return {f"{name}.{part}": tensor for part, tensor in w.tensors().items()}
     return {name: w}
 
 

@@ -39,21 +39,21 @@ def expected_rows(tokens: int, top_k: int, here: int, experts: int, shared: int 
 
     This rank has ``here`` of ``experts``; ``shared`` of both are on each rank, and every token chooses them.
     """
-    own, every = here - shared, experts - shared
-    return tokens * shared + tokens * (top_k - shared) * own // every if 0 < own < every else None
+    own, total = here - shared, experts - shared
+    return tokens * shared + tokens * (top_k - shared) * own // total if 0 < own < total else None
 
 
 def received_rows(tokens: int, top_k: int, here: int, experts: int, shared: int = 0) -> int | None:
     """``expected_rows`` of tokens that an all-to-all has brought: each chooses one expert of this rank or more."""
-    own, every, routed = here - shared, experts - shared, top_k - shared
-    if not 0 < own < every:
+    own, total, routed = here - shared, experts - shared, top_k - shared
+    if not 0 < own < total:
         return None
-    arrives = 1.0 if shared else 1 - math.comb(every - own, routed) / math.comb(every, routed)
-    return min(tokens * top_k, round(tokens * (shared + routed * own / every / arrives)))
+    arrives = 1.0 if shared else 1 - math.comb(total - own, routed) / math.comb(total, routed)
+    return min(tokens * top_k, round(tokens * (shared + routed * own / total / arrives)))
 
 
 class ServedLayer(NamedTuple):
-    """What one rank has of a layer: ``E`` experts of [H -> I -> H], ``top_k`` of all ranks' for each token.
+    """One rank's part of a layer: ``E`` experts of [H -> I -> H], ``top_k`` of all ranks' for each token.
 
     All ranks have ``experts``, or 0 stands for E. ``shared`` of E, which every token chooses, are on each rank.
 
@@ -93,7 +93,7 @@ class ServedLayer(NamedTuple):
     @property
     def all_problems(self) -> tuple[Problem, ...]:
         """These, and those whose x is quantised, too, where the checkpoint says so and codes in order have such."""
-        dtypes = [one for one in dtypes_of(self.dtype.value) if not one.quantises_x or one in CODE_OPS]
+        dtypes = [dtype for dtype in dtypes_of(self.dtype.value) if not dtype.quantises_x or dtype in CODE_OPS]
         return tuple(problem for dtype in dtypes for problem in self._products(dtype, self.width))
 
     def _products(self, dtype: DType, width: int) -> tuple[Problem, Problem]:
@@ -143,16 +143,16 @@ def lacks(layer: ServedLayer, local: LocalGpu, *, tokens: int, any_variant: bool
         return f"bundles run on linux x86_64 and aarch64, this is {platform_name()}"
     if layer.dtype.quantised and not has_code(Op.FORWARD, layer.problems[0].dtype, local.sm, Layout.NK):
         return f"no kernel for {local} reads {layer.dtype.value} weights in the order that engines' layers are put into"
-    fewest, most = (min(layer.rows(one), _ROWS) for one in (1, max(tokens, 1)))
+    fewest, most = (min(layer.rows(count), _ROWS) for count in (1, max(tokens, 1)))
     invariance = dispatch_snapshot.snapshot().invariance
     never = invariance is not None and not invariance.quantize_x
     for problem in layer.problems if any_variant or never else layer.all_problems:
         for bucket in buckets_between(fewest, most):
-            found = settle(dispatch_snapshot.snapshot(), problem, bucket, local, aligned=True, strict=False)
-            known = isinstance(found, Decision) and (
-                any_variant or _is_measured(found) or (invariance is not None and found.chosen.near is not None)
+            decision = settle(dispatch_snapshot.snapshot(), problem, bucket, local, aligned=True, strict=False)
+            is_known = isinstance(decision, Decision) and (
+                any_variant or _is_measured(decision) or (invariance is not None and decision.chosen.near is not None)
             )
-            if not known:
+            if not is_known:
                 what = "has a kernel" if any_variant else "was measured"
                 where = f"{problem} at about {bucket} rows on {local}"
                 todo = refusal(local.sm) or f"Build one here with: {layer.build_line}"
@@ -160,10 +160,10 @@ def lacks(layer: ServedLayer, local: LocalGpu, *, tokens: int, any_variant: bool
     return None
 
 
-def _is_measured(found: Decision) -> bool:
-    at = found.chosen.bucket
-    near = at <= _NEAR * found.bucket and found.bucket <= _NEAR * at
-    return near and found.chosen.match is not Match.COST_MODEL and found.chosen.origin <= Origin.THIS_CAPABILITY
+def _is_measured(decision: Decision) -> bool:
+    at = decision.chosen.bucket
+    near = at <= _NEAR * decision.bucket and decision.bucket <= _NEAR * at
+    return near and decision.chosen.match is not Match.COST_MODEL and decision.chosen.origin <= Origin.THIS_CAPABILITY
 
 
 @functools.cache
@@ -173,7 +173,7 @@ def load(layer: ServedLayer, device: int) -> Preloaded:
 
 
 def prepared(
-    given: Iterable[ExpertWeights], switch: str, *, on_gpu: bool, in_place: bool = False
+    weights: Iterable[ExpertWeights], switch: str, *, on_gpu: bool, in_place: bool = False
 ) -> tuple[ExpertWeights, ...]:
     """Prepared weights, in new tensors or, with ``in_place``, written over those that are given.
 
@@ -183,20 +183,20 @@ def prepared(
         for scales or codes that no kernel takes, where a GPU is to read them. ``switch`` is the variable that leaves a
         checkpoint to the engine.
     """
-    found: list[ExpertWeights] = []
+    ready: list[ExpertWeights] = []
     try:
-        for one in given:
-            found.append(one.prepare_in_place() if in_place else one.prepare())
-        if on_gpu and not all(one.is_prepared for one in found):
+        for w in weights:
+            ready.append(w.prepare_in_place() if in_place else w.prepare())
+        if on_gpu and not all(w.is_prepared for w in ready):
             raise InputError(
-                f"pretuned: no kernel takes the scales of {tuple(found)}, such as mxfp4's above 2 or int4's of 1,024, "
+                f"pretuned: no kernel takes the scales of {tuple(ready)}, such as mxfp4's above 2 or int4's of 1,024, "
                 f"or NaN among fp8 codes: {switch}=0 serves this checkpoint by the engine alone"
             )
     except BaseException:
-        for one in found if in_place else ():
-            one.restore_in_place()
+        for w in ready if in_place else ():
+            w.restore_in_place()
         raise
-    return tuple(found)
+    return tuple(ready)
 
 
 def widened(weights: ExpertWeights, width: int, act: RowActivation, *, down: bool) -> ExpertWeights:
@@ -215,9 +215,9 @@ def pad_bias(bias: torch.Tensor, own: int, width: int, act: RowActivation) -> to
     """gate_up's bias [E, 2 * own, or longer], with zeros where ``widened`` gives its weights rows of zeros."""
     halves = 2 if act.gated else 1
     parts = 1 if act.interleaved else halves
-    made = bias.new_zeros(bias.shape[0], parts, halves * width // parts)
-    made[..., : halves * own // parts] = bias[:, : halves * own].reshape(bias.shape[0], parts, -1)
-    return made.flatten(1)
+    wide = bias.new_zeros(bias.shape[0], parts, halves * width // parts)
+    wide[..., : halves * own // parts] = bias[:, : halves * own].reshape(bias.shape[0], parts, -1)
+    return wide.flatten(1)
 
 
 def follow(first: Iterable[ExpertWeights], now: Iterable[ExpertWeights]) -> None:

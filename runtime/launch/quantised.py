@@ -197,7 +197,7 @@ def wants_order(w: ExpertWeights, device: int) -> bool:
 
 
 def problems_of(w: ExpertWeights, x: torch.Tensor, forward: Fusion, dx: Fusion) -> tuple[Problem, ...]:
-    """What a forward with w and its dX look up on x's GPU, in every dtype that there is code for there.
+    """The problems that a forward with w and its dX look up on x's GPU, in every dtype that there is code for there.
 
     Before a forward with prepared weights rows are gathered.
     """
@@ -210,16 +210,16 @@ def problems_of(w: ExpertWeights, x: torch.Tensor, forward: Fusion, dx: Fusion) 
     (E, N, K), device = w.shape, x.get_device()
     sm, layout = local_gpu(device).sm, Layout.NK if w.is_prepared else Layout.STORED
     form = code_of(Op.FORWARD, forward & ~Fusion.GATHER if w.is_prepared else forward)
-    every = (
+    problems = (
         *(Problem(Op.FORWARD, dtype, E, N, K, layout, form) for dtype in w.kernel_dtypes),
         Problem(Op.DX, w.kernel_dtypes[-1], E, N, K, layout, dx),
     )
     return tuple(
-        one
-        for one in every
+        problem
+        for problem in problems
         if any(
-            not refusal(Spec(one.op, one.dtype, config, layout, one.fusion), sm)
-            for config in candidates(one.op, one.dtype, sm)
+            not refusal(Spec(problem.op, problem.dtype, config, layout, problem.fusion), sm)
+            for config in candidates(problem.op, problem.dtype, sm)
         )
     )
 
@@ -260,7 +260,7 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Read
 
 
 def _by_codes(problem: Problem, dtypes: tuple[DType, ...]) -> Problem | None:
-    """The same product by a kernel that quantises x itself; None where there is none."""
+    """The problem of a kernel that quantises x itself; None where there is none."""
     quantises = problem.op is Op.FORWARD and problem.layout is Layout.STORED and dtypes[0].quantises_x
     return problem._replace(dtype=dtypes[0]) if quantises else None
 

@@ -90,24 +90,24 @@ def off(got: torch.Tensor, want: torch.Tensor, most: float, above: int = 0) -> s
     An element may be off by ``most`` times (its size + the root mean square of its row). NaN is wanted where it is NaN,
     and where ``want`` is untouched nothing may have been stored.
     """
-    found = got.cpu().float()
+    numbers = got.cpu().float()
     untouched = want == UNTOUCHED
     counts = ~untouched & ~want.isnan()
     squares = torch.where(counts, want, 0.0).square().sum(-1, keepdim=True)
     scale = (squares / counts.sum(-1, keepdim=True).clamp(min=1)).sqrt() + want.abs()
-    near = (found - want).abs() <= most * scale
-    right = torch.where(untouched, found == want, near | (found.isnan() & want.isnan()))
+    near = (numbers - want).abs() <= most * scale
+    right = torch.where(untouched, numbers == want, near | (numbers.isnan() & want.isnan()))
     if bool(right.all()):
         return None
     wrong = (~right).nonzero()
     at = tuple(wrong[0].tolist())
     place = ", ".join(map(str, (at[0] - above, *at[1:])))
     stored = "left as it was" if bool(untouched[at]) else f"{float(want[at]):.4g}"
-    return f"[{place}] is {float(found[at]):.4g}, wanted {stored} ({len(wrong)} of {want.numel()} elements are wrong)"
+    return f"[{place}] is {float(numbers[at]):.4g}, wanted {stored} ({len(wrong)} of {want.numel()} elements are wrong)"
 
 
 def trial_of_pass(variant: Variant, function: cuda.Function, op: RowOp, place: TrialPlace) -> str | None:
-    """What a pass over rows gets wrong, in words; None where it is right.
+    """Test a row kernel; return its fault in words, None if it is right.
 
     Raises
     ------
@@ -117,7 +117,7 @@ def trial_of_pass(variant: Variant, function: cuda.Function, op: RowOp, place: T
     launch = RowOpLauncher(variant, function, op)
 
     def run(rows: int, /, **words: torch.Tensor | int) -> None:
-        addresses = {name: one if isinstance(one, int) else one.data_ptr() for name, one in words.items()}
+        addresses = {name: value if isinstance(value, int) else value.data_ptr() for name, value in words.items()}
         launch(rows, place.stream, addresses)
 
     on = _On(run, place, variant, launch.block)
@@ -146,7 +146,7 @@ class _On(NamedTuple):
         return self.place.put(host, aligned=self.variant.alignment > 1)
 
     def words(self, host: torch.Tensor) -> torch.Tensor:
-        """The same of int32 and float32 words, which are always aligned to themselves."""
+        """A copy on the GPU of int32 and float32 words, which are always aligned to themselves."""
         return self.place.put(host)
 
     def used(self, count: int = _USED) -> torch.Tensor:
@@ -154,7 +154,7 @@ class _On(NamedTuple):
         return self.words(torch.tensor([count], dtype=torch.int32, device="cpu"))
 
     def rows(self, host: torch.Tensor) -> torch.Tensor:
-        """The same in the code's dtype."""
+        """A copy on the GPU in the kernel's dtype."""
         return self.put(host.to(self.dtype))
 
     def judged(self, got: torch.Tensor, want: torch.Tensor, what: str, most: float | None = None) -> str | None:
@@ -184,9 +184,9 @@ def _gather(on: _On) -> str | None:
     index = on.words(order)
     want = x.cpu().float()[order.long() // _TOP_K]
 
-    def out_of(given: torch.Tensor, programs: int, flags: int) -> str | None:
+    def out_of(used: torch.Tensor, programs: int, flags: int) -> str | None:
         out = on.rows(full(M + 1, C))
-        on.run(programs, x=x, index=index, used=given, out=out, M=M, columns=C, top_k=_TOP_K, index_step=1, flags=flags)
+        on.run(programs, x=x, index=index, used=used, out=out, M=M, columns=C, top_k=_TOP_K, index_step=1, flags=flags)
         return on.judged(out[:_USED], want[:_USED], "out") or on.judged(out[M:], full(1, C), "past out")
 
     wrong = out_of(used, _few(M), rowops.USED)
@@ -268,12 +268,12 @@ def _activation_grad(on: _On) -> str | None:
             **act.words,
         )
         grad, t = da.cpu().float(), scale[flat][:, None]
-        made, want = _with_slopes(h.cpu().double(), grad * t, act, gated, interleaved)
+        activated, want = _with_slopes(h.cpu().double(), grad * t, act, gated, interleaved)
         dots = torch.zeros(M, dtype=torch.float32, device="cpu")
-        dots[flat[:_USED]] = (made * grad).sum(1)[:_USED]
+        dots[flat[:_USED]] = (activated * grad).sum(1)[:_USED]
         wrong = (
             on.judged(dh[:_USED], want[:_USED], f"{act} dh")
-            or on.judged(a[:_USED], (made * t)[:_USED], f"{act} a")
+            or on.judged(a[:_USED], (activated * t)[:_USED], f"{act} a")
             or on.judged(dweights, dots, f"{act} dweights")
             or on.judged(dh[M:], full(1, dh.shape[1]), "past dh")
         )
@@ -321,32 +321,32 @@ def _combine(on: _On) -> str | None:
         flags=rowops.WEIGHTED | rowops.BIASED,
     )
     rows, added = y.cpu().float()[place.clamp(min=0).long()], bias.cpu().float()[expert.clamp(max=E - 1).long()]
-    every = torch.where(here[:, None], (rows + added) * scale[:, None], 0.0)
-    want = every.view(_T, _TOP_K, C).sum(1)
+    by_slot = torch.where(here[:, None], (rows + added) * scale[:, None], 0.0)
+    want = by_slot.view(_T, _TOP_K, C).sum(1)
     return on.judged(out[:_T], want, "out") or on.judged(out[_T:], full(1, C), "past out")
 
 
 def _place_rows(on: _On) -> str | None:
     """The rows of experts that lie apart, at starts of their own and at steps of ``room``."""
     M, room, E = 3 * on.block + 7, on.block + 2, 4
-    given = torch.tensor([room + 5, 0, 3, -1], dtype=torch.int64, device="cpu")
+    sizes = torch.tensor([room + 5, 0, 3, -1], dtype=torch.int64, device="cpu")
     own = torch.tensor([2 * on.block, 1, M - 2, 0], dtype=torch.int64, device="cpu")
     for starts in (None, own):
         first = torch.arange(E, device="cpu") * room if starts is None else starts
         most = room if starts is None else M
-        counts = given.clamp(0, most).minimum((M - first).clamp(min=0))
+        counts = sizes.clamp(0, most).minimum((M - first).clamp(min=0))
         bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         rows = [torch.arange(a, a + n, device="cpu") for a, n in zip(first.tolist(), counts.tolist(), strict=True)]
         index = torch.cat([*rows, counts.new_zeros(M - int(bounds[E]))])
-        made = [on.words(torch.full((n,), 77, dtype=torch.int32, device="cpu")) for n in (M, E, E + 1)]
-        m_sizes = on.words(given if starts is None else given.to(torch.int32))
+        results = [on.words(torch.full((n,), 77, dtype=torch.int32, device="cpu")) for n in (M, E, E + 1)]
+        m_sizes = on.words(sizes if starts is None else sizes.to(torch.int32))
         on.run(
             E,
             m_sizes=m_sizes,
             starts=0 if starts is None else on.words(starts),
-            index=made[0],
-            counts=made[1],
-            bounds=made[2],
+            index=results[0],
+            counts=results[1],
+            bounds=results[2],
             M=M,
             E=E,
             room=most,
@@ -354,7 +354,7 @@ def _place_rows(on: _On) -> str | None:
             starts_step=0 if starts is None else 2,
         )
         on.place.wait()
-        pairs = zip(("index", "counts", "bounds"), made, (index, counts, bounds), strict=True)
+        pairs = zip(("index", "counts", "bounds"), results, (index, counts, bounds), strict=True)
         wrong = [name for name, got, want in pairs if not torch.equal(got.cpu().long(), want)]
         if wrong:
             return f"{', '.join(wrong)} are wrong" + (" at starts of their own" if starts is not None else "")
@@ -371,23 +371,23 @@ def _sort_slots(on: _On) -> str | None:
 
 
 def _sorted(on: _On, M: int, E: int) -> str | None:
-    chunks, given = -(-M // on.block), Draw().integers(-1, E + 2, M)
+    chunks, slots = -(-M // on.block), Draw().integers(-1, E + 2, M)
 
     def words(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return on.words(torch.full((count,), 77, dtype=dtype, device="cpu"))
 
-    expert = torch.where((given >= 0) & (given < E), given, E).long()
+    expert = torch.where((slots >= 0) & (slots < E), slots, E).long()
     order, sizes = expert.argsort(stable=True), expert.bincount(minlength=E + 1)[:E]
     place = torch.empty_like(order)
     place[order] = torch.arange(M, dtype=torch.int64, device="cpu")
     place = torch.where(place < sizes.sum(), place, -1)
     ends = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    ids, experts, places, bounds, m_sizes = on.words(given), words(chunks * on.block), words(M), words(E + 1), words(E)
-    found = words(M, torch.int64)
-    every: dict[str, Any] = {
+    ids, experts, places, bounds, m_sizes = on.words(slots), words(chunks * on.block), words(M), words(E + 1), words(E)
+    stored = words(M, torch.int64)
+    words_of: dict[str, Any] = {
         "ids": ids,
         "experts": experts,
-        "order": found,
+        "order": stored,
         "places": places,
         "bounds": bounds,
         "m_sizes": m_sizes,
@@ -396,15 +396,15 @@ def _sorted(on: _On, M: int, E: int) -> str | None:
         "ids_step": 1,
     }
     if chunks == 1:
-        on.run(1, **every, counts=0, flags=rowops.COUNTS | rowops.PLACES)
+        on.run(1, **words_of, counts=0, flags=rowops.COUNTS | rowops.PLACES)
     else:
-        every["counts"] = words(chunks * (E + 1))
-        on.run(chunks, **every, flags=rowops.COUNTS)
-        on.run(-(-(E + 1) // rowops.SORTED_EXPERTS), **every, flags=rowops.ADDS)
-        on.run(chunks, **every, flags=rowops.PLACES)
+        words_of["counts"] = words(chunks * (E + 1))
+        on.run(chunks, **words_of, flags=rowops.COUNTS)
+        on.run(-(-(E + 1) // rowops.SORTED_EXPERTS), **words_of, flags=rowops.ADDS)
+        on.run(chunks, **words_of, flags=rowops.PLACES)
     on.place.wait()
     pairs = (
-        ("order", found, order),
+        ("order", stored, order),
         ("m_sizes", m_sizes, sizes),
         ("bounds", bounds, ends),
         ("places", places, place),
@@ -418,10 +418,10 @@ def _clear(on: _On) -> str | None:
     """Rows of y that no index names become zero, the others stay."""
     draw, C, M, rows, E = Draw(), 264, 300, 200, 3
     counts = torch.tensor([200, 0, 60], dtype=torch.int32, device="cpu")
-    given, host = draw.integers(-2, rows // 2, M), draw.normal(rows + 1, C)
-    y, index, m_sizes = on.words(host), on.words(given), on.words(counts)
+    named_rows, host = draw.integers(-2, rows // 2, M), draw.normal(rows + 1, C)
+    y, index, m_sizes = on.words(host), on.words(named_rows), on.words(counts)
     named = on.words(torch.zeros(rows, dtype=torch.int8, device="cpu"))
-    every: dict[str, Any] = {
+    words_of: dict[str, Any] = {
         "y": y,
         "index": index,
         "m_sizes": m_sizes,
@@ -434,9 +434,9 @@ def _clear(on: _On) -> str | None:
         "m_sizes_step": 1,
         "index_step": 1,
     }
-    on.run(-(-M // on.block), **every, flags=rowops.NAMES)
-    on.run(-(-rows // rowops.CLEARED_ROWS), **every, flags=0)
-    used = given[: int(counts.sum())]
+    on.run(-(-M // on.block), **words_of, flags=rowops.NAMES)
+    on.run(-(-rows // rowops.CLEARED_ROWS), **words_of, flags=0)
+    used = named_rows[: int(counts.sum())]
     stays = torch.zeros(rows + 1, dtype=torch.bool, device="cpu")
     stays[used[used >= 0].long()] = True
     stays[rows] = True
@@ -471,9 +471,9 @@ def _quantize(on: _On, of_x: Scale) -> str | None:
         flags=flags,
     )
     on.place.wait()
-    picked, every = x.cpu()[order.long() // _TOP_K], slice(0, M)
-    got = values_of_rows(codes.cpu().view(torch.float8_e4m3fn), scale.cpu(), every)
-    return on.judged(got, values_of_rows(*codes_of_rows(picked, of_x), every), "codes", _QUANTISED)
+    picked, all_rows = x.cpu()[order.long() // _TOP_K], slice(0, M)
+    got = values_of_rows(codes.cpu().view(torch.float8_e4m3fn), scale.cpu(), all_rows)
+    return on.judged(got, values_of_rows(*codes_of_rows(picked, of_x), all_rows), "codes", _QUANTISED)
 
 
 def _order_codes(on: _On) -> str | None:
@@ -482,9 +482,13 @@ def _order_codes(on: _On) -> str | None:
     host, order, used = draw.integers(0, 256, _T * C).to(torch.uint8).view(_T, C), draw.order(M), on.used()
     x, index, scales = on.words(host), on.words(order), draw.normal(_T, groups)
     picked = order[:_USED].long() // _TOP_K
-    every = rowops.ANY_ROWS
+    any_rows = rowops.ANY_ROWS
     want = host[picked].view(_USED, -1, 64)[..., torch.tensor(K_ORDER, device="cpu")].view(_USED, C)
-    for room, strides in ((every, (0, groups, 1)), (every, (0, 1, _T)), (_T // 4, (_T // 4 * groups, 1, _T // 4))):
+    for room, strides in (
+        (any_rows, (0, groups, 1)),
+        (any_rows, (0, 1, _T)),
+        (_T // 4, (_T // 4 * groups, 1, _T // 4)),
+    ):
         apart, by_row, by_group = strides
         rows = torch.arange(_T, device="cpu")[:, None]
         at = rows // room * apart + rows % room * by_row + torch.arange(groups, device="cpu") * by_group
@@ -511,8 +515,8 @@ def _order_codes(on: _On) -> str | None:
             flags=rowops.USED | rowops.PICKED,
         )
         on.place.wait()
-        found, factors = codes.cpu(), scale.cpu()
-        if not torch.equal(found[:_USED], want) or bool((found[_USED:] != 7).any()):
+        stored, factors = codes.cpu(), scale.cpu()
+        if not torch.equal(stored[:_USED], want) or bool((stored[_USED:] != 7).any()):
             return "codes are wrong"
         if not torch.equal(factors[:, :_USED].T, scales[picked]) or bool((factors[:, _USED:] != UNTOUCHED).any()):
             return "scales are wrong"
@@ -532,12 +536,12 @@ def _activation_codes(on: _On, of_x: Scale) -> str | None:
         on.run(_few(M), h=h, used=used, codes=codes, scale=scale, M=M, columns=I, flags=flags, **act.words)
         want = _act(h.cpu().float(), act, gated, interleaved).to(on.dtype)[:_USED]
         on.place.wait()
-        found, factors, every = codes.cpu(), scale.cpu(), slice(0, _USED)
-        got = values_of_rows(found[:_USED].view(torch.float8_e4m3fn), factors, every)
-        wrong = on.judged(got, values_of_rows(*codes_of_rows(want, of_x), every), f"{act} codes", _QUANTISED)
+        stored, factors, used_rows = codes.cpu(), scale.cpu(), slice(0, _USED)
+        got = values_of_rows(stored[:_USED].view(torch.float8_e4m3fn), factors, used_rows)
+        wrong = on.judged(got, values_of_rows(*codes_of_rows(want, of_x), used_rows), f"{act} codes", _QUANTISED)
         if wrong:
             return wrong
-        if not torch.equal(found[_USED:], untouched.expand(M - _USED, I)) or bool(factors[..., _USED:].any()):
+        if not torch.equal(stored[_USED:], untouched.expand(M - _USED, I)) or bool(factors[..., _USED:].any()):
             return f"{act}: rows of no expert were stored"
     return None
 
@@ -556,26 +560,26 @@ def _weights(on: _On, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _tensors(on: _On, w: torch.Tensor, *, prepared: bool) -> Quantised:
-    """What w is in the variant's format, on the host, as torch quantises it."""
+    """w in the variant's format, on the host, as torch quantises it."""
     format = on.variant.dtype.value
-    made = empty(format, *_WEIGHTS, w.device)
+    tensors = empty(format, *_WEIGHTS, w.device)
     if prepared:
         each = [[*quantise(format, of_expert)] for of_expert in w]
         order = ORDERS[format]
         moves = order.prepared, order.prepared_scale, order.prepared_zero, None
         parts = [
-            [one if one is None or move is None else move(one) for one, move in zip(row, moves, strict=True)]
+            [part if part is None or move is None else move(part) for part, move in zip(row, moves, strict=True)]
             for row in each
         ]
         stacked = [None if column[0] is None else _stack(column) for column in zip(*parts, strict=True)]
         return Quantised(*stacked)  # type: ignore[arg-type]
-    quantise_into(format, made, w, prepared=False, by_torch=True)
-    return made
+    quantise_into(format, tensors, w, prepared=False, by_torch=True)
+    return tensors
 
 
-def _stack(every: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    parts = [one for one in every if one is not None]
-    return cat([one[None] for one in parts], 0)
+def _stack(column: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    parts = [part for part in column if part is not None]
+    return cat([part[None] for part in parts], 0)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -591,11 +595,11 @@ def _weight_flags(dtype: torch.dtype, *, prepared: bool) -> int:
 def _same(on: _On, got: torch.Tensor, want: torch.Tensor, what: str) -> str | None:
     """None if ``got`` begins with the bytes that are wanted, and ends with bytes that nothing was stored to."""
     on.place.wait()
-    found, bits = got.cpu(), _raw(want)
-    wrong = int((found[: len(bits)] != bits).sum())
+    stored, bits = got.cpu(), _raw(want)
+    wrong = int((stored[: len(bits)] != bits).sum())
     if wrong:
         return f"{what}: {wrong} of {len(bits)} bytes are wrong"
-    return None if bool((found[len(bits) :] == _AFTER).all()) else f"past {what} something is stored"
+    return None if bool((stored[len(bits) :] == _AFTER).all()) else f"past {what} something is stored"
 
 
 _AFTER = 0x5A  # of 64 bytes behind a result
@@ -608,29 +612,29 @@ def _room(on: _On, like: torch.Tensor) -> torch.Tensor:
 def _beside(on: _On, of: Quantised, *, results: bool) -> dict[str, torch.Tensor | int]:
     """The tensors of weights on the GPU by the kernels' names, or room for them; nvfp4's outer scales are given."""
     names = ("words", "scales", "zeros")
-    found: dict[str, torch.Tensor | int] = {"zeros": 0, "outer": 0}
-    for name, one in zip(names, of, strict=False):
-        if one is not None:
-            found[name] = _room(on, one) if results else on.words(_raw(one))
+    tensors: dict[str, torch.Tensor | int] = {"zeros": 0, "outer": 0}
+    for name, tensor in zip(names, of, strict=False):
+        if tensor is not None:
+            tensors[name] = _room(on, tensor) if results else on.words(_raw(tensor))
     if of.global_scale is not None:
-        found["outer"] = on.words(of.global_scale)
-    return found
+        tensors["outer"] = on.words(of.global_scale)
+    return tensors
 
 
 def _quantize_weights(on: _On) -> str | None:
     """Codes and scales of w in both layouts, of each dtype: torch's bits."""
     E, N, K = _WEIGHTS
-    made = rowops.tiles(rowops.RowOpSpec(RowOp.QUANTIZE_WEIGHTS, on.variant.dtype), E, N, K)
+    programs = rowops.tiles(rowops.RowOpSpec(RowOp.QUANTIZE_WEIGHTS, on.variant.dtype), E, N, K)
     for dtype, prepared in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
         w = _weights(on, dtype)
         want = _tensors(on, w, prepared=prepared)
         into = _beside(on, want, results=True)
         numbers = {"M": N, "columns": K, "step_expert": N * K, "step_row": K}
-        on.run(made, w=on.words(w), flags=_weight_flags(dtype, prepared=prepared), **into, **numbers)
-        for name, one in zip(("words", "scales", "zeros"), want, strict=False):
+        on.run(programs, w=on.words(w), flags=_weight_flags(dtype, prepared=prepared), **into, **numbers)
+        for name, tensor in zip(("words", "scales", "zeros"), want, strict=False):
             got = into[name]
-            if one is not None and isinstance(got, torch.Tensor):
-                wrong = _same(on, got, one, f"{name}{' prepared' if prepared else ''} of {dtype}")
+            if tensor is not None and isinstance(got, torch.Tensor):
+                wrong = _same(on, got, tensor, f"{name}{' prepared' if prepared else ''} of {dtype}")
                 if wrong:
                     return wrong
     return None
@@ -639,21 +643,21 @@ def _quantize_weights(on: _On) -> str | None:
 def _dequantize_weights(on: _On) -> str | None:
     """w of codes and scales in both layouts, in each dtype: torch's bits."""
     E, N, K = _WEIGHTS
-    made = rowops.tiles(rowops.RowOpSpec(RowOp.DEQUANTIZE_WEIGHTS, on.variant.dtype), E, N, K)
+    programs = rowops.tiles(rowops.RowOpSpec(RowOp.DEQUANTIZE_WEIGHTS, on.variant.dtype), E, N, K)
     plain = _tensors(on, _weights(on, torch.float32), prepared=False)
     for dtype, prepared in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
-        given = _beside(on, _tensors(on, _weights(on, torch.float32), prepared=prepared), results=False)
+        tensors = _beside(on, _tensors(on, _weights(on, torch.float32), prepared=prepared), results=False)
         want = torch.stack([values(on.variant.dtype.value, _of(plain, e)) for e in range(E)]).to(dtype)
         w = _room(on, want)
-        on.run(made, w=w, M=N, columns=K, flags=_weight_flags(dtype, prepared=prepared), **given)
+        on.run(programs, w=w, M=N, columns=K, flags=_weight_flags(dtype, prepared=prepared), **tensors)
         wrong = _same(on, w, want, f"w in {dtype}{' of prepared codes' if prepared else ''}")
         if wrong:
             return wrong
     return None
 
 
-def _of(given: Quantised, expert: int) -> Quantised:
-    return Quantised(*(None if one is None else one[expert] for one in given))  # type: ignore[arg-type]
+def _of(weights: Quantised, expert: int) -> Quantised:
+    return Quantised(*(None if tensor is None else tensor[expert] for tensor in weights))  # type: ignore[arg-type]
 
 
 def _move_codes(on: _On) -> str | None:
@@ -662,12 +666,12 @@ def _move_codes(on: _On) -> str | None:
     format = on.variant.dtype.value
     stored = empty(format, E, N, K, torch.device("cpu")).codes
     _raw(stored).copy_(Draw().integers(0, 256, _raw(stored).numel()))
-    words = torch.stack([ORDERS[format].prepared(one) for one in stored])
-    made = rowops.tiles(rowops.RowOpSpec(RowOp.MOVE_CODES, on.variant.dtype), E, N, K)
-    for given, want, flags in ((stored, words, 0), (words, stored, rowops.BACK)):
-        here, there = on.words(_raw(given)), _room(on, want)
+    words = torch.stack([ORDERS[format].prepared(codes) for codes in stored])
+    programs = rowops.tiles(rowops.RowOpSpec(RowOp.MOVE_CODES, on.variant.dtype), E, N, K)
+    for source, want, flags in ((stored, words, 0), (words, stored, rowops.BACK)):
+        here, there = on.words(_raw(source)), _room(on, want)
         names = {"stored": there, "words": here} if flags else {"stored": here, "words": there}
-        on.run(made, M=N, columns=K, flags=flags, **names)
+        on.run(programs, M=N, columns=K, flags=flags, **names)
         wrong = _same(on, there, want, "stored" if flags else "words")
         if wrong:
             return wrong
@@ -678,14 +682,14 @@ def _largest_weight(on: _On) -> str | None:
     """The bits of the largest number of some rows; NaN is larger than all."""
     E, N, K = _WEIGHTS
     spec = rowops.RowOpSpec(RowOp.LARGEST_WEIGHT, on.variant.dtype)
-    made, rows = rowops.tiles(spec, E, N, K), rowops.tile_of(spec.op, spec.dtype).rows
+    programs, rows = rowops.tiles(spec, E, N, K), rowops.tile_of(spec.op, spec.dtype).rows
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         w = _weights(on, dtype)
         w[1, 77, 5], w[1, 9, K - 1] = float("-inf"), float("nan")
         want = (w.float().view(torch.int32) & 0x7FFFFFFF).view(E * N // rows, -1).amax(1).clamp_(max=0x7F800001)
         most = _room(on, want)
         numbers = {"M": N, "columns": K, "step_expert": N * K, "step_row": K}
-        on.run(made, w=on.words(w), most=most, flags=_weight_flags(dtype, prepared=False), **numbers)
+        on.run(programs, w=on.words(w), most=most, flags=_weight_flags(dtype, prepared=False), **numbers)
         wrong = _same(on, most, want, f"most of {dtype}")
         if wrong:
             return wrong

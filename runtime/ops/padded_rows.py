@@ -93,7 +93,7 @@ def place(m_sizes: torch.Tensor, starts: torch.Tensor | None, room: int, R: int)
 
 
 def _by_kernel(m_sizes: torch.Tensor, starts: torch.Tensor | None, room: int, R: int) -> Placed | None:
-    """The same in one launch; None where no bundle has the kernel, or torch traces the call."""
+    """``place`` in one launch; None where no bundle has the kernel, or torch traces the call."""
     if type(m_sizes) is not torch.Tensor or _compiling() or _traced() is not None or _modes() or _transformed():
         return None
     E = m_sizes.shape[0]
@@ -129,7 +129,7 @@ def product(
     placed: Placed,
     how: How,
     bias: torch.Tensor | None,
-    one: LowRank | None,
+    adapter: LowRank | None,
     out: torch.Tensor | None = None,
     do: Now = NOW,
     x_scale: torch.Tensor | None = None,
@@ -139,11 +139,11 @@ def product(
     x are codes with ``x_scale`` (``Rows``).
     """
     u = None
-    if one is not None:
+    if adapter is not None:
         index = placed.index if how.reads else None
-        u = low_rank.narrowed(one, x, placed.m_sizes, index, int(how.reads), placed.bounds, do, how.bucket)
+        u = low_rank.narrowed(adapter, x, placed.m_sizes, index, int(how.reads), placed.bounds, do, how.bucket)
     call = _rows(Op.FORWARD, x, w, placed, how, bias)._replace(loose=out is None, x_scale=x_scale)
-    return low_rank.product(call, one, u, do, out, x.shape[0]), u
+    return low_rank.product(call, adapter, u, do, out, x.shape[0]), u
 
 
 def _rows(
@@ -174,7 +174,7 @@ def _rows(
 
 
 class Gradients(NamedTuple):
-    """What ``gradients`` computes, None where it is not needed."""
+    """The results of ``gradients``, None where not needed."""
 
     x: torch.Tensor | None
     w: torch.Tensor | None
@@ -189,7 +189,7 @@ def gradients(
     placed: Placed,
     how: How,
     needs: tuple[bool, bool, bool],
-    one: LowRank | None,
+    adapter: LowRank | None,
     u: torch.Tensor | None,
 ) -> Gradients:
     """The gradients of x, w and bias that ``needs`` asks for, and with ``u`` those of the adapter.
@@ -201,11 +201,11 @@ def gradients(
     layout, bucket = how.layout, how.bucket
     dy = tokens.gather(dy, index, 1, bounds) if how.writes else dy.contiguous()
     dx = dw = dbias = v = low = packed = None
-    if one is not None and (needs_x or u is not None):
-        v = low_rank.narrowed_gradient(one, dy, m_sizes, bucket=bucket)
+    if adapter is not None and (needs_x or u is not None):
+        v = low_rank.narrowed_gradient(adapter, dy, m_sizes, bucket=bucket)
     if needs_x:
         back = How(False, how.reads, layout, True, bucket)
-        dx = low_rank.product(_rows(Op.DX, dy, w, placed, back), one, v, many=dy.shape[0])
+        dx = low_rank.product(_rows(Op.DX, dy, w, placed, back), adapter, v, many=dy.shape[0])
     if x is not None and (needs_w or u is not None):
         packed = tokens.gather(x, index, 1, bounds) if how.reads else x
     if needs_w and packed is not None:
@@ -234,8 +234,8 @@ class PaddedGemm(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         """The product; what a gradient needs is saved."""
-        one = None if A is None or B is None else LowRank(A, B, scale)
-        y, u = product(x, w, placed, how, bias, one)
+        adapter = None if A is None or B is None else LowRank(A, B, scale)
+        y, u = product(x, w, placed, how, bias, adapter)
         needs_x, needs_w, _, *low = ctx.needs_input_grad[:5]
         learns = any(low)
         ctx.frozen = Frozen.of(w)
@@ -262,17 +262,17 @@ class PaddedGemm(torch.autograd.Function):
         x = None if x is None else saved.rows("x", x, tuple(x_shape))
         if w is not None:
             w = saved.weights("w", w, tuple(w_shape))
-        one = None
+        adapter = None
         if A is not None and B is not None:
             A = saved.weights("lora.A", A, (E, -1, K))
             r = A.shape[1]
-            one = LowRank(A, saved.weights("lora.B", B, (E, wide, r)), scale)
+            adapter = LowRank(A, saved.weights("lora.B", B, (E, wide, r)), scale)
             u = None if u is None else saved.whole("x @ lora.A.T", u, (x_shape[0], r))
         w = ctx.frozen.unchanged() if w is None and ctx.frozen is not None else w
         w = dy.new_empty(()).expand(w_shape) if w is None else w  # only its shape is read
         with without_autocast(dy.device.type):
-            found = gradients(dy, x, w, placed, how, needs, one, u)
-        return found.x, found.w, found.bias, *(found.low or (None, None)), None, None, None
+            results = gradients(dy, x, w, placed, how, needs, adapter, u)
+        return results.x, results.w, results.bias, *(results.low or (None, None)), None, None, None
 
 
 def _wanted(needs: tuple[bool, bool, bool], how: How) -> tuple[bool, bool, bool]:
@@ -309,7 +309,7 @@ class PackedActivation(torch.autograd.Function):
 def layer(
     how: Layer,
     x: torch.Tensor,
-    given: Weights | FrozenWeights,
+    parameters: Weights | FrozenWeights,
     placed: Placed,
     *,
     zero_tail: bool,
@@ -325,15 +325,15 @@ def layer(
     """
     _, layout, act, bucket = how
     first_how, second_how = How(True, False, layout, False, bucket), How(False, True, layout, zero_tail, bucket)
-    first = _rows(Op.FORWARD, x, given.gate_up, placed, first_how, given.gate_up_bias)._replace(loose=True)
+    first = _rows(Op.FORWARD, x, parameters.gate_up, placed, first_how, parameters.gate_up_bias)._replace(loose=True)
     a = gated_rows(first, do) if x_scale is None and act == GATED_IN_PRODUCT and adapters.first is None else None
     if a is None:
-        up = given.gate_up, placed, first_how, given.gate_up_bias, adapters.first
+        up = parameters.gate_up, placed, first_how, parameters.gate_up_bias, adapters.first
         h, _ = product(x, *up, do=do, x_scale=x_scale)
         if adapters.second is None:
-            of_h = _rows(Op.FORWARD, h, given.down, placed, second_how, given.down_bias)
+            of_h = _rows(Op.FORWARD, h, parameters.down, placed, second_how, parameters.down_bias)
             y = of_activated(of_h._replace(loose=into is None), act, do, into)
             if y is not None:
                 return y
         a = activation.forward(h, act, placed.bounds, do)
-    return product(a, given.down, placed, second_how, given.down_bias, adapters.second, into, do)[0]
+    return product(a, parameters.down, placed, second_how, parameters.down_bias, adapters.second, into, do)[0]

@@ -63,9 +63,9 @@ def checked(call: str, name: str, x: QuantizedRows, w: object) -> QuantizedRows:
         raise InputError(f"{call}: {name}.{part} is {got}, wanted {wanted}")
 
     codes, scale = x
-    for part, one in (("codes", codes), ("scale", scale)):
-        if not isinstance(one, torch.Tensor):
-            bad(part, f"a {type(one).__name__}", "a torch.Tensor")
+    for part, tensor in (("codes", codes), ("scale", scale)):
+        if not isinstance(tensor, torch.Tensor):
+            bad(part, f"a {type(tensor).__name__}", "a torch.Tensor")
     of_x = w.precision.x.scale if isinstance(w, ExpertWeights) else None
     if not isinstance(w, ExpertWeights) or of_x not in _SCALES:
         what = f"{w.format} weights" if isinstance(w, ExpertWeights) else f"w a {type(w).__name__}"
@@ -90,8 +90,8 @@ def checked(call: str, name: str, x: QuantizedRows, w: object) -> QuantizedRows:
     groups = K // columns if columns else 1
     if list(scale.shape) != [*rows, groups] and (columns or list(scale.shape) != rows):
         bad("scale", f"of shape {list(scale.shape)}", f"{[*rows, groups]}, beside {w.format} weights")
-    for part, one in (("codes", codes), ("scale", scale)):
-        if one.requires_grad:
+    for part, tensor in (("codes", codes), ("scale", scale)):
+        if tensor.requires_grad:
             bad(part, "a tensor that requires grad", "one that does not: detach it")
     try:
         flat = scale.view(-1, groups) if scale.numel() else scale.new_empty((0, groups))

@@ -45,16 +45,16 @@ def _register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for place, hook in PLACES.items():
-        if not any(known is hook for _, known, *_ in HookRegistry._hooks.get(place, ())):
+        if not any(registered is hook for _, registered, *_ in HookRegistry._hooks.get(place, ())):
             HookRegistry.register(place, hook, HookType.AROUND)
 
 
 def around(create: Callable[..., Any], method: Any, layer: Any, config: Any) -> Any:
     """SGLang's ``create_moe_runner``, and pretuned's runner in the place of its own where it runs the layer."""
-    made = create(method, layer, config)
+    runner = create(method, layer, config)
     if not PLUG_IN.is_off:
         PLUG_IN.count(taken=bool(PLUG_IN.attempt("take a layer", _take, method, layer, config)))
-    return made
+    return runner
 
 
 def _take(method: Any, layer: Any, config: Any) -> bool:
@@ -84,12 +84,12 @@ def loaded(process: Callable[..., Any], method: Any, layer: Any) -> Any:
         return process(method, layer)
 
 
-def built(create: Callable[..., Any], layer: Any, *given: Any, **named: Any) -> None:
+def built(create: Callable[..., Any], layer: Any, *arguments: Any, **named: Any) -> None:
     """SGLang's ``DeepEPMoE.__init__``; if pretuned has the layer its method runs, as with DeepGEMM.
 
     SGLang decides that by the name of its own runner.
     """
-    create(layer, *given, **named)
+    create(layer, *arguments, **named)
     backend = getattr(getattr(getattr(layer, "quant_method", None), "runner", None), "runner_backend", None)
     if getattr(backend, "value", None) == NAME:
         layer.deprecate_flag = True
@@ -108,7 +108,7 @@ def called(apply: Callable[..., Any], method: Any, layer: Any, dispatch_output: 
 
 
 def _experts(layer: Any) -> Any:
-    """What a layer with quantised weights that is pretuned's has: quantised.Experts; None of others."""
+    """The ``quantised.Experts`` of a layer with quantised weights that pretuned runs; None of other layers."""
     return getattr(layer, "pretuned_experts", None)
 
 
@@ -121,5 +121,5 @@ _AROUND = {
 PLACES = {
     "sglang.srt.layers.moe.ep_moe.layer.DeepEPMoE.__init__": built,
     _METHODS + "unquant.UnquantizedFusedMoEMethod.create_moe_runner": around,
-    **{f"{_METHODS}{one}.{name}": hook for one in _QUANTISED for name, hook in _AROUND.items()},
+    **{f"{_METHODS}{method}.{name}": hook for method in _QUANTISED for name, hook in _AROUND.items()},
 }

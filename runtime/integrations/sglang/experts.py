@@ -1,7 +1,7 @@
 """SGLang's MoE layers on pretuned: the runner's core, and which layers it is for.
 
-Those with quantised weights: ``quantised.py``. A layer of which any part is none of pretuned's stays with the runner
-that SGLang chose, and why is told once. Unquantised weights are used as SGLang loaded them, w13 [E, 2*I, H] and w2
+Layers with quantised weights: ``quantised.py``. A layer with a part that pretuned can't run stays with the runner
+that SGLang chose; the reason is logged once. Unquantised weights are used as SGLang loaded them, w13 [E, 2*I, H] and w2
 [E, H, I]: nothing is copied or packed.
 
 Imported inside SGLang alone, by ``__init__.py``.
@@ -56,7 +56,7 @@ _TOKENS = 8192  # of a step, where SGLang's settings say nothing
 
 
 def take(method: Any, layer: Any, config: Any, *, everywhere: bool) -> bool:
-    """Give a layer's method pretuned's runner, if pretuned has all that the layer has; else tell why not, once.
+    """Give a layer's method pretuned's runner, if pretuned has all that the layer has; else log why not, once.
 
     Returns whether it has it.
 
@@ -78,7 +78,7 @@ def take(method: Any, layer: Any, config: Any, *, everywhere: bool) -> bool:
         done = load(served, current_device())
         _tell(f"pretuned: {done.count} kernels loaded in {done.seconds * 1e3:.1f} ms")
     notes = "" if format is None else format.note, str(settings().invariance or "")
-    _tell("; ".join(one for one in (f"pretuned: runs the MoE layers of {served}", *notes) if one))
+    _tell("; ".join(text for text in (f"pretuned: runs the MoE layers of {served}", *notes) if text))
     if format is not None:
         ours = Experts(format, runner, served.width, place.runner)
         watch(ours, layer, method)
@@ -157,12 +157,12 @@ def _unread(layer: Any, config: Any, format: Packing, served: ServedLayer) -> st
     """Why quantised weights are none that pretuned reads; None if they are."""
     if torch.cuda.is_available() and config.params_dtype is not torch.bfloat16:
         return f"tokens are {config.params_dtype}: with quantised weights, kernels read bfloat16"
-    loads = [(one.N, one.K) for one in served.products(served.I)]
+    loads = [(product.N, product.K) for product in served.products(served.I)]
     rooms = format.shapes(layer)
     for problem in served.problems:
         if not prepares(problem.dtype, problem.N, problem.K):
             return f"no kernel is for {problem}: {SIZES}"
-    wide = [(one.N, one.K) for one in served.problems]
+    wide = [(product.N, product.K) for product in served.problems]
     if rooms not in (loads, wide):  # SGLang pads some
         return f"its parameters have an N and K of {rooms}, pretuned reads {loads}"
     for option in ("enable_eplb", "cpu_offload_gb"):  # that move them, but nothing that kernels read beside them
@@ -172,13 +172,13 @@ def _unread(layer: Any, config: Any, format: Packing, served: ServedLayer) -> st
 
 
 def _asked() -> Any:
-    """What --moe-runner-backend says. (SGLang itself chooses one for some models, such as gpt-oss.)"""
+    """The value of --moe-runner-backend. (SGLang itself chooses one for some models, such as gpt-oss.)"""
     chosen = get_moe_runner_backend().value
     return chosen if get_flags().moe.in_speculative_scope else getattr(_settings(), "moe_runner_backend", chosen)
 
 
 class ActivationSettings(NamedTuple):
-    """What a MoeRunnerConfig says of its activation; a limit of 0 is None."""
+    """A MoeRunnerConfig's settings of its activation; a limit of 0 is None."""
 
     activation: str
     is_gated: bool
@@ -210,7 +210,7 @@ class ActivationSettings(NamedTuple):
         }
         said = [f"{name}={value:g}" for name, value in numbers.items() if value is not None]
         return f"{self.activation} {'with' if self.is_gated else 'without'} a gate" + "".join(
-            f", {one}" for one in said
+            f", {number}" for number in said
         )
 
 
@@ -219,18 +219,18 @@ def activation_of(config: Any) -> RowActivation | str:
 
     By the rules of SGLang's Triton runner: silu comes after the clamp of swiglu_limit, and before that of clamp_limit.
     """
-    given = ActivationSettings.of(config)
-    name, is_gated, alpha, beta, clamp_limit, swiglu_limit, interleaved = given
+    settings = ActivationSettings.of(config)
+    name, is_gated, alpha, beta, clamp_limit, swiglu_limit, interleaved = settings
     unread: tuple[float | None, ...] = (swiglu_limit,)
     is_interleaved = False
     if name == "situ" and is_gated:
         situ_beta = _SITU_BETA if alpha is None else alpha
         if situ_beta <= 0:
-            return f"the activation {given}: situ needs a gemm1_alpha above 0"
+            return f"the activation {settings}: situ needs a gemm1_alpha above 0"
         function = Activation("situ", beta=situ_beta, linear_beta=clamp_limit)
     elif name == "silu" and is_gated and alpha is not None:
         if clamp_limit is None:
-            return f"the activation {given}, without gemm1_clamp_limit"
+            return f"the activation {settings}, without gemm1_clamp_limit"
         function, is_interleaved = Activation("swiglu", limit=clamp_limit, alpha=alpha, beta=1.0), interleaved
     elif name == "silu" and is_gated and clamp_limit is not None:
         function = Activation("swiglustep", limit=clamp_limit)
@@ -239,21 +239,21 @@ def activation_of(config: Any) -> RowActivation | str:
     elif name in (_GATED if is_gated else _UNGATED):
         function, unread = Activation(name), (alpha, clamp_limit, swiglu_limit)
     else:
-        return f"the activation {given} is none of pretuned's ({', '.join(_GATED if is_gated else _UNGATED)})"
-    if any(one is not None for one in unread) or beta not in (None, 1.0):
-        return f"the activation {given}: SGLang's runners do not all read these numbers"
+        return f"the activation {settings} is none of pretuned's ({', '.join(_GATED if is_gated else _UNGATED)})"
+    if any(number is not None for number in unread) or beta not in (None, 1.0):
+        return f"the activation {settings}: SGLang's runners do not all read these numbers"
     return RowActivation(function, is_gated, is_interleaved)
 
 
 def _read_by(runner: str, layer: Any, config: Any) -> str | None:
     """Why SGLang's own runner of quantised weights computes another activation than its Triton runner; None if not."""
-    given = ActivationSettings.of(config)
-    if runner == "marlin" and given.activation in ("silu", "situ") and given.is_gated:
-        if given.alpha is None and given.clamp_limit is not None:
+    settings = ActivationSettings.of(config)
+    if runner == "marlin" and settings.activation in ("silu", "situ") and settings.is_gated:
+        if settings.alpha is None and settings.clamp_limit is not None:
             return "its Marlin runner ignores gemm1_clamp_limit without gemm1_alpha"
-        if given.alpha is not None and given.activation == "silu" and given.interleaved:
+        if settings.alpha is not None and settings.activation == "silu" and settings.interleaved:
             return "its Marlin runner has gate and up in halves, where the model says alternating rows"
-    has_numbers = any(one is not None for one in (given.alpha, given.clamp_limit, given.swiglu_limit))
+    has_numbers = any(number is not None for number in (settings.alpha, settings.clamp_limit, settings.swiglu_limit))
     if runner == "triton_kernel" and has_numbers and not getattr(layer, "with_bias", False):
         return "its triton_kernel runner ignores the activation's numbers without biases"
     return None
@@ -347,7 +347,7 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
         weighs = "input" if runner_config.apply_router_weight_on_input else "output"
         x = dispatch_output.hidden_states if format.is_standard() else _received(dispatch_output)
         dtype = torch.bfloat16 if isinstance(x, QuantizedRows) else x.dtype
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "activation": act.function,
             "gated": act.gated,
             "interleaved": act.interleaved or quant_info.fuse_swiglu_interleaved,
@@ -357,19 +357,19 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
         both = quant_info.w13_weight, quant_info.w2_weight
         if format.is_deepep_ll():
             room = dispatch_output.hidden_states.shape[:2].numel()
-            given["expected_rows"] = min(dispatch_output.expected_m * here, room)
-            y = experts_mlp(x, *both, dispatch_output.masked_m, **given)
+            arguments["expected_rows"] = min(dispatch_output.expected_m * here, room)
+            y = experts_mlp(x, *both, dispatch_output.masked_m, **arguments)
             return DeepEPLLCombineInput(y, dispatch_output.topk_ids, dispatch_output.topk_weights)
         if format.is_deepep_normal():  # SGLang's models multiply by routed_scaling_factor themselves
             ids, weights = dispatch_output.topk_ids, dispatch_output.topk_weights
             tokens, top_k = ids.shape
-            given["expected_rows"] = received_rows(tokens, top_k, here, *_experts_of_all(self.config))
-            out = moe_mlp(x, *both, ids, weights, **given)
+            arguments["expected_rows"] = received_rows(tokens, top_k, here, *_experts_of_all(self.config))
+            out = moe_mlp(x, *both, ids, weights, **arguments)
             return DeepEPNormalCombineInput(out, ids, weights)
         weights, ids, *_ = dispatch_output.topk_output
         tokens, top_k = ids.shape
-        given["expected_rows"] = expected_rows(tokens, top_k, here, *_experts_of_all(self.config))
-        out = moe_mlp(x, *both, ids, weights, weights_on=weighs, **given)
+        arguments["expected_rows"] = expected_rows(tokens, top_k, here, *_experts_of_all(self.config))
+        out = moe_mlp(x, *both, ids, weights, weights_on=weighs, **arguments)
         factor = runner_config.routed_scaling_factor
         return StandardCombineInput(hidden_states=out if factor in (None, 1.0) else out.mul_(factor))
 
@@ -381,7 +381,7 @@ def _received(dispatch_output: Any) -> torch.Tensor | QuantizedRows:
 
 
 def _own_info(own: Any, quant_info: Any) -> Any:
-    """What SGLang's own runner of unquantised weights is told of them."""
+    """The arguments of SGLang's own runner of unquantised weights."""
     if own.runner_backend.value != _DEEP_GEMM:
         return quant_info
     from sglang.srt.layers.moe.moe_runner.deep_gemm import DeepGemmMoeQuantInfo
