@@ -84,9 +84,12 @@ def test_without_the_mode_some_bits_differ() -> None:
     """What the tests above would notice."""
     if local_gpu(0).sm != 90:
         pytest.skip("kernels that share out K are for sm_90")
-    experts = Experts.drawn("mxfp4", 1024, GPU)
+    differing = []
     with hooks.within(None):
-        assert any(one.differing for one in compared(experts.layer, 1024, (1, 4, 1024), 0).values())
+        for format in ("mxfp4", "int4_g128", "fp8_block"):
+            results = compared(Experts.drawn(format, 4096, GPU).layer, 4096, (1, 4, 64, 1024), 0)
+            differing += [name for name, counted in results.items() if counted.differing]
+    assert differing
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
