@@ -136,7 +136,7 @@ def arguments_of(spec: Spec | RowOpSpec) -> tuple[tuple[str, str], ...]:
 
 
 class CompilerInputs(NamedTuple):
-    """What a variant is compiled with, besides its source: each argument's type, sizes of descriptors, constants.
+    """The inputs of a compilation besides the source: each argument's type, sizes of descriptors, constants.
 
     ``rewrites`` is the digest of what rewrites its PTX, "" if nothing does.
     """
@@ -149,7 +149,7 @@ class CompilerInputs(NamedTuple):
 
 
 def inputs_of(spec: Spec | RowOpSpec, sm: int) -> CompilerInputs:
-    """What ``compile_variant`` compiles a variant with."""
+    """The inputs with which ``compile_variant`` compiles a variant."""
     boxes, changes = {}, ""
     constants: dict[str, int | str | bool | None]
     if isinstance(spec, RowOpSpec):

@@ -28,11 +28,11 @@ def weights_bundle(sm: int) -> Bundle:
     CompileError
         if one is not compiled.
     """
-    results = compile_all([CompileJob(one, sm) for one in weight_specs(tuple(DType))])
-    for one in results:
-        if one.compiled is None:
-            raise CompileError(f"{one.job.spec} for sm_{sm}: {one.reason}")
-    code = [one.compiled for one in results if one.compiled is not None]
+    results = compile_all([CompileJob(spec, sm) for spec in weight_specs(tuple(DType))])
+    for result in results:
+        if result.compiled is None:
+            raise CompileError(f"{result.job.spec} for sm_{sm}: {result.reason}")
+    code = [result.compiled for result in results if result.compiled is not None]
     maker = producer_of(sm)
     return Bundle(
         target=Target(sm, arch_of(sm).arch_specific),
@@ -40,8 +40,8 @@ def weights_bundle(sm: int) -> Bundle:
         producer=maker,
         kernels=kernels_of(code),
         gpus=(),
-        variants=tuple(one.variant for one in code),
-        cubins=tuple(one.cubin for one in code),
+        variants=tuple(compiled.variant for compiled in code),
+        cubins=tuple(compiled.cubin for compiled in code),
         choices={},
         models=(),
     )
@@ -52,9 +52,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sm", type=int, default=90)
     parser.add_argument("-o", "--out", type=Path, required=True)
-    given = parser.parse_args()
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    publish(given.out, encode(weights_bundle(given.sm)))
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    publish(options.out, encode(weights_bundle(options.sm)))
 
 
 if __name__ == "__main__":

@@ -231,7 +231,7 @@ ROW_OPS = (
     Entry("quantize", 2, *_QUANTIZE, launched_since=2),
     Entry("quantize_rows", 2, *_QUANTIZE_ROWS, launched_since=2),
     Entry("sort_slots", 2, *_SORT, launched_since=2),
-    *(Entry(one.value, 1, *_WEIGHTS, launched_since=1) for one in WEIGHT_OPS),
+    *(Entry(op.value, 1, *_WEIGHTS, launched_since=1) for op in WEIGHT_OPS),
 )
 
 
@@ -351,7 +351,7 @@ def specs(
 
 
 class WeightTile(NamedTuple):
-    """What a program of a kernel of weights does, with ``num_warps`` warps."""
+    """The tile that a program of a kernel of weights does, with ``num_warps`` warps."""
 
     rows: int
     columns: int
@@ -396,7 +396,7 @@ def _scale_of(dtype: DType) -> int:
 
 
 def _format_constants(spec: RowOpSpec) -> dict[str, int]:
-    """What a kernel of weights is compiled for."""
+    """The constants that a kernel of weights is compiled for."""
     tile = tile_of(spec.op, spec.dtype)
     of_tile = {"ROWS": tile.rows, "BLOCK": tile.columns}
     if spec.op is RowOp.LARGEST_WEIGHT:
@@ -412,8 +412,8 @@ def _format_constants(spec: RowOpSpec) -> dict[str, int]:
 
 def weight_specs(dtypes: Collection[DType]) -> tuple[RowOpSpec, ...]:
     """The kernels of weights for quantised weights of these dtypes."""
-    found = [RowOpSpec(op, dtype_of(dtype, op)) for op in WEIGHT_OPS for dtype in dtypes if dtype.quantised]
-    return tuple(dict.fromkeys(found))
+    weights = [RowOpSpec(op, dtype_of(dtype, op)) for op in WEIGHT_OPS for dtype in dtypes if dtype.quantised]
+    return tuple(dict.fromkeys(weights))
 
 
 _FIRST_OF = {"e4m3": DType.FP8_BLOCK, "e2m1": DType.MXFP4, "int4": DType.INT4_G32}

@@ -637,7 +637,7 @@ def _of_e2m1(code):
 
 @triton.jit
 def _numbers(half, zero, ELEMENTS: tl.constexpr):
-    """What the codes of half a tile are without a scale, float32 [rows, s, 8]; ``half`` is as ``_put_prepared``'s."""
+    """The numbers of half a tile's codes without a scale, float32 [rows, s, 8]; ``half`` is as ``_put_prepared``'s."""
     if ELEMENTS == _E4M3:
         numbers = _of_e4m3(half)
     else:
