@@ -167,7 +167,7 @@ def _of_codes(
     moves: dict[str, Any] = {"topk": 1, "permute_x": False, "permute_y": False}
     form = form_of(w_layout=w_layout, zero_tail=zero_tail, **moves)
     flat = x.view(-1, x.shape[-1])
-    rows = tensors.check(flat, tensors.outline(w, flat, w_layout), m_sizes, w_layout, copies=False)
+    rows = tensors.check(flat, w, m_sizes, w_layout, copies=False)
     check_fusions(
         form, m_sizes, x.dtype, rows.N, gather_indices=None, topk_weights=None, fuse_mul_post=False, bias=bias
     )
