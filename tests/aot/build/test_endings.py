@@ -286,7 +286,7 @@ mount -o remount,ro,bind '{place.cache}'
     notes = [line for line in done.stderr.splitlines() if line.startswith("note:")]
     assert len(notes) == 1, done.stderr
     assert "Read-only file system" in notes[0]
-    assert place.kept() == 13
+    assert place.kept() == 14
     assert verify(str(place.bundle))
 
 
