@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,12 @@ from pathlib import Path
 import pytest
 from made import NARROW, ON_H200, PROBLEM, WIDE, measured, write
 
+from pretuned.aot.bundle.verify import sound
+from pretuned.aot.cli.prune import prune_bundle
+from pretuned.aot.models.load import load_models
+from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import InputError
+from pretuned.artifacts.format.codec import encode
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.artifacts.records.target import Gpu, LocalGpu
@@ -153,14 +159,19 @@ def test_x_is_always_or_never_quantised(dtype: str, other: str, fusion: Fusion) 
     assert len(orders(shipped(ALWAYS), problem, local)) == 1
 
 
-def test_x_is_quantised_where_no_kernel_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_x_is_quantised_where_no_kernel_leaves_it(tmp_path: Path) -> None:
+    """Of a bundle that has products of codes alone."""
     local, problem = gpus(90)[0], Problem(Op.FORWARD, DType.FP8_BLOCK, 128, 1536, 2048)
     plain = problem._replace(dtype=DType.FP8_BLOCK_A16)
     assert not plans.always_quantises(shipped(), plain, local)
-    serves = Snapshot.serves
-    monkeypatch.setattr(Snapshot, "serves", lambda self, one, gpu: one != plain and serves(self, one, gpu))
-    assert plans.always_quantises(shipped(), plain, local)
-    assert plans.quantised_x(shipped(), problem, plain.dtype, 1, local, top_k=0) is not None
+    asked = plan(load_models(["Qwen/Qwen3-30B-A3B weights=fp8_block ops=forward"], (Op.FORWARD,)).shapes)
+    of_codes = {one: buckets for one, buckets in asked.buckets.items() if one.dtype is DType.FP8_BLOCK}
+    whole = BUNDLES / "quantised-sm90.msgpack"
+    pruned = prune_bundle(sound(str(whole)), dataclasses.replace(asked, buckets=of_codes), whole.name)
+    (tmp_path / "codes-sm90.msgpack").write_bytes(encode(pruned.bundle))
+    alone = Snapshot([Place(Kind.NAMED, tmp_path)], invariance=NEVER)
+    assert plans.always_quantises(alone, plain, local)
+    assert plans.quantised_x(alone, problem, plain.dtype, 1, local, top_k=0) is not None
 
 
 def test_silu_is_never_in_the_epilogue() -> None:
