@@ -95,8 +95,13 @@ def _main(options: argparse.Namespace) -> int:
     except PretunedError as error:
         print(f"pretuned: {error}", file=sys.stderr)
         return 1
+    return shown(report, as_json=options.json)
+
+
+def shown(report: Any, *, as_json: bool) -> int:
+    """Print a report, and return the exit code."""
     try:
-        print(json.dumps(report.to_dict(), indent=2) if options.json else report, flush=True)
+        print(json.dumps(report.to_dict(), indent=2) if as_json else report, flush=True)
     except BrokenPipeError:
         _drop_output()
         return _READER_LEFT

@@ -88,7 +88,7 @@ class Experts(NamedTuple):
     lora: tuple[Lora, Lora]
 
     @classmethod
-    def drawn(cls, format: str, tokens: int, device: torch.device) -> Experts:
+    def drawn(cls, format: str, tokens: int, device: torch.device, *, H: int = _H, I: int = _I) -> Experts:  # noqa: E741
         """Random ones, equal on every device. Some slots choose no expert, as with experts on other ranks."""
         generator = torch.Generator().manual_seed(1)
         dtype = _PLAIN.get(format, torch.bfloat16)
@@ -104,13 +104,13 @@ class Experts(NamedTuple):
             return Lora(random(_E, _RANK, columns, spread=columns**-0.5), random(_E, rows, _RANK, spread=0.1), 0.5)
 
         return cls(
-            random(tokens, _H),
+            random(tokens, H),
             torch.randint(-1, _E, (tokens, _TOP_K), generator=generator).to(device),
             torch.rand(tokens, _TOP_K, generator=generator).to(device),
-            w(2 * _I, _H),
-            w(_H, _I),
-            random(tokens, _H),
-            (adapter(2 * _I, _H), adapter(_H, _I)),
+            w(2 * I, H),
+            w(H, I),
+            random(tokens, H),
+            (adapter(2 * I, H), adapter(H, I)),
         )
 
     def layer(self, some: torch.Tensor, *, lora: bool = False, expected: bool = False) -> Results:
@@ -219,17 +219,15 @@ class BatchInvarianceReport:
 
 def check(
     format: str,
-    device: torch.device,
+    experts: Experts,
     *,
     mode: Invariance | None = None,
-    tokens: int = _TOKENS,
     sizes: Sequence[int] = _SIZES,
     mixes: int = _MIXES,
     free: bool = True,
 ) -> Checked:
-    """Compare a format's results in a mode, the default one if None, and if asked without it."""
-    mode = mode or Invariance()
-    experts = Experts.drawn(format, tokens, device)
+    """Compare a format's results of some experts in a mode, the default one if None, and if asked without it."""
+    mode, tokens = mode or Invariance(), len(experts.ids)
     try:
         with hooks.within(mode):
             results = {
@@ -272,7 +270,7 @@ def examine(device: int | None = None, *, progress: Callable[[str], None] | None
         asked += [(format, Invariance(quantize_x=True)) for format in quantising]
     checked: list[Checked] = []
     for format, mode in asked:
-        checked.append(check(format, at, mode=mode))
+        checked.append(check(format, Experts.drawn(format, _TOKENS, at), mode=mode))
         if progress is not None:
             spent = time.perf_counter() - began
             left = spent / len(checked) * (len(asked) - len(checked))

@@ -39,7 +39,7 @@ GPU = torch.device("cuda", 0)
 @pytest.mark.parametrize("format", FORMATS)
 def test_each_form_of_a_format(format: str) -> None:
     """Layers with a gradient and without, with adapters, a hint of rows, slots of no expert; products, rows moved."""
-    found = check(format, GPU, tokens=TOKENS, sizes=SIZES, mixes=MIXES, free=False)
+    found = check(format, Experts.drawn(format, TOKENS, GPU), sizes=SIZES, mixes=MIXES, free=False)
     assert found.skipped is None
     assert {name: one for name, one in found.results.items() if one.differing} == {}
     assert all(one.batches for one in found.results.values())
@@ -75,7 +75,8 @@ def test_the_bits_are_those_of_other_gpus_and_bundles(format: str) -> None:
 def test_x_that_is_always_quantised(format: str) -> None:
     if local_gpu(0).sm < 89:
         pytest.skip("products of e4m3")
-    found = check(format, GPU, mode=Invariance(quantize_x=True), tokens=TOKENS, sizes=SIZES, mixes=10, free=False)
+    experts = Experts.drawn(format, TOKENS, GPU)
+    found = check(format, experts, mode=Invariance(quantize_x=True), sizes=SIZES, mixes=10, free=False)
     assert found.skipped is None
     assert {name: one for name, one in found.results.items() if one.differing} == {}
 

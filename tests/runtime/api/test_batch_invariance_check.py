@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -33,11 +34,9 @@ def test_one_bit_of_one_token_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("format", ["bf16", "mxfp4"])
-def test_what_is_computed(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_computed(format: str) -> None:
     """On the CPU by the reference; each token's results are about those that it has alone."""
-    monkeypatch.setattr(batch_invariance, "_H", 128)
-    monkeypatch.setattr(batch_invariance, "_I", 64)
-    experts = Experts.drawn(format, 12, CPU)
+    experts = Experts.drawn(format, 12, CPU, H=128, I=64)
     assert (experts.ids < 0).any()
     for name, run in forms(experts).items():
         whole = run(torch.arange(12))
@@ -48,13 +47,11 @@ def test_what_is_computed(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 torch.testing.assert_close(one, whole[key][some], rtol=0.05, atol=0.05)
 
 
-def test_each_form_is_run_in_the_mode_and_the_layer_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_form_is_run_in_the_mode_and_the_layer_without_it() -> None:
     modes: list[Invariance | None] = []
 
     class Drawn:
-        @staticmethod
-        def drawn(*_: object) -> Drawn:
-            return Drawn()
+        ids = torch.zeros(16, 1)
 
         def layer(self, some: torch.Tensor, **_: object) -> dict[str, torch.Tensor]:
             modes.append(snapshot().invariance)
@@ -66,8 +63,8 @@ def test_each_form_is_run_in_the_mode_and_the_layer_without_it(monkeypatch: pyte
                 raise ProblemNotInBundle("no kernel")
             return {"plain": torch.ones(len(some), 1)}
 
-    monkeypatch.setattr(batch_invariance, "Experts", Drawn)
-    found = batch_invariance.check("bf16", CPU, tokens=16, sizes=(1, 16), mixes=0)
+    drawn: Any = Drawn()
+    found = batch_invariance.check("bf16", drawn, sizes=(1, 16), mixes=0)
     assert found.ok
     assert found.results["layer: dX"] == Counted(2, 0)
     assert found.results["layer: training as serving"] == Counted(1, 0)
@@ -76,23 +73,22 @@ def test_each_form_is_run_in_the_mode_and_the_layer_without_it(monkeypatch: pyte
     assert set(modes) == {Invariance(), None}
     assert modes[-1] is None
     modes.clear()
-    skipped = batch_invariance.check("bf16", CPU, mode=Invariance(True), tokens=16, sizes=(1,), mixes=0)
+    skipped = batch_invariance.check("bf16", drawn, mode=Invariance(True), sizes=(1,), mixes=0)
     assert skipped.skipped == "no kernel"
     assert hooks.said() is hooks.UNSAID
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     right = Checked("bf16", str(Invariance()), {"layer: dX": Counted(5, 0)}, Counted(5, 2))
     wrong = Checked("mxfp4", str(Invariance()), {"layer: dX": Counted(5, 1)}, Counted(5, 3))
     absent = Checked("nvfp4", str(Invariance()), {}, Counted(0, 0), "no kernel")
     for checked, code in (((right, absent), 0), ((right, wrong), 1)):
         report = BatchInvarianceReport("NVIDIA H200", checked, 2.5)
-        monkeypatch.setattr(batch_invariance, "examine", lambda report=report, **_: report)
-        assert command.main(["--batch-invariance"]) == code
+        assert command.shown(report, as_json=False) == code
         out = capsys.readouterr().out
         assert "ok        bf16   0 of 5 results differ in some bit (without the mode 2 of 5); batch-invariant" in out
         assert out.endswith(f"ok        {'no' if code else 'yes'}\n")
-        assert command.main(["--batch-invariance", "--json"]) == code
+        assert command.shown(report, as_json=True) == code
         assert json.loads(capsys.readouterr().out)["ok"] is not bool(code)
     assert "DIFFERS" in str(report)
     assert "layer: dX: 1 of 5" in str(report)
