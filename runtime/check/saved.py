@@ -59,9 +59,9 @@ class Frozen(NamedTuple):
     writes: int
 
     @classmethod
-    def of(cls, w: torch.Tensor | ExpertWeights | None) -> Frozen | None:
-        """The record of quantised weights; None of a tensor, which a function saves itself."""
-        return None if w is None or isinstance(w, torch.Tensor) else cls(w, _writes(w))
+    def of(cls, w: ExpertWeights) -> Frozen:
+        """The weights as they are now."""
+        return cls(w, _writes(w))
 
     def unchanged(self) -> ExpertWeights:
         """The weights.

@@ -73,7 +73,7 @@ class GroupedGemm(torch.autograd.Function):
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         keeps_x = needs_w or needs_weights
         keeps_w = needs_x or needs_weights
-        frozen = Frozen.of(w)
+        frozen = None if isinstance(w, torch.Tensor) else Frozen.of(w)
         kept = w if keeps_w and frozen is None else None
         ctx.save_for_backward(x if keeps_x else None, kept, m_sizes, weights, bias, index)
         # (One attribute: each takes a part of a microsecond.)
@@ -146,7 +146,7 @@ class AdaptedGemm(torch.autograd.Function):
             y, u = gradients.with_adapter(call, x, adapter)
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         learns, inner = any(ctx.needs_input_grad[5:7]), needs_x or needs_weights
-        ctx.frozen = Frozen.of(w)
+        ctx.frozen = None if isinstance(w, torch.Tensor) else Frozen.of(w)
         ctx.save_for_backward(
             x if needs_w or needs_weights or learns else None,
             w if inner and ctx.frozen is None else None,

@@ -223,7 +223,7 @@ class MoeLayer(torch.autograd.Function):
         needs_x, needs_up, needs_down, needs_up_bias, _, needs_weights = ctx.needs_input_grad[:6]
         inner = needs_x or needs_up or needs_up_bias  # dh is needed
         products = gate_up if needs_x else None, down if inner or needs_weights else None
-        ctx.frozen = [Frozen.of(w) for w in products]
+        ctx.frozen = [Frozen.of(w) if isinstance(w, ExpertWeights) else None for w in products]
         tensors = [w if isinstance(w, torch.Tensor) else None for w in products]
         ctx.save_for_backward(
             x if needs_up else None,
@@ -281,7 +281,7 @@ class AdaptedLayer(torch.autograd.Function):
         run = forward if plan is None else plan.forward
         out, *kept = run(layer, x, parameters, routing, weights, keeps_h=True, adapters=adapters_of(low, scales))
         both = gate_up, down
-        ctx.frozen = [Frozen.of(w) for w in both]
+        ctx.frozen = [Frozen.of(w) if isinstance(w, ExpertWeights) else None for w in both]
         tensors = [w if isinstance(w, torch.Tensor) else None for w in both]
         ctx.save_for_backward(x, *tensors, down_bias, weights, *kept, *low)
         ctx.layer, ctx.scales, ctx.plan, ctx.kept = layer, scales, plan, _Kept.of(weights, kept[0])

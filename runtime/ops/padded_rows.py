@@ -238,7 +238,7 @@ class PaddedGemm(torch.autograd.Function):
         y, u = product(x, w, placed, how, bias, adapter)
         needs_x, needs_w, _, *low = ctx.needs_input_grad[:5]
         learns = any(low)
-        ctx.frozen = Frozen.of(w)
+        ctx.frozen = None if isinstance(w, torch.Tensor) else Frozen.of(w)
         ctx.save_for_backward(
             x if needs_w or learns else None,
             w if needs_x and ctx.frozen is None else None,
