@@ -20,11 +20,12 @@ something is wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def extra_mb(call: Call, results: int) -> float:
 
 def measure(models: list[str], formats: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
     """A cell for each model, format and call; and what is wrong."""
-    fast, cells, wrong = writing.kernels, [], []
+    cells, wrong = [], []
     for name, E, H, width, _ in MODELS:
         if name not in models:
             continue
@@ -148,21 +149,30 @@ def measure(models: list[str], formats: list[str]) -> tuple[list[dict[str, Any]]
                     row["kernels_ms"] = times_ms(call, ROUNDS)
                     row["extra_mb"] = extra_mb(call, results.get(call_name, 0))
                 if name == FIRST:
-                    writing.kernels = None
-                    row["torch_ms"] = times_ms(call, 1)
-                    writing.kernels = fast
+                    with by_torch():
+                        row["torch_ms"] = times_ms(call, 1)
                 cell[call_name] = row
                 told = "  ".join(f"{key} {value:8.3f}" for key, value in row.items())
                 print(f"{name:13} {format:13} {call_name:10} {told}", flush=True)
             if kept is not None:
                 experts = slice(None) if name == FIRST else slice(-2, None)
-                wrong += [f"{name}: {one}" for one in _differences(format, plain, stored, ready, fast, experts)]
+                wrong += [f"{name}: {one}" for one in _differences(format, plain, stored, ready, experts)]
             cells.append(cell)
             del stored, ready, what
             torch.cuda.empty_cache()
         del plain
         torch.cuda.empty_cache()
     return cells, wrong
+
+
+@contextlib.contextmanager
+def by_torch() -> Iterator[None]:
+    """Without row kernels."""
+    kernels, writing.kernels = writing.kernels, None
+    try:
+        yield
+    finally:
+        writing.kernels = kernels
 
 
 def _copied(one: torch.Tensor | None) -> torch.Tensor | None:
@@ -174,17 +184,15 @@ def _differences(
     plain: list[torch.Tensor],
     stored: list[ExpertWeights],
     ready: list[ExpertWeights],
-    fast: Any,
     experts: slice,
 ) -> list[str]:
     """What of the kernels' bits is not torch's, of some experts' weights, in both layouts."""
     found = []
     for w, one, out in zip(plain, stored, ready, strict=True):
         out.copy_(w, check=False)
-        writing.kernels = None
-        want = ExpertWeights.quantize(w[experts], format)
-        want_ready = ExpertWeights.quantize(w[experts], format).prepare()
-        writing.kernels = fast
+        with by_torch():
+            want = ExpertWeights.quantize(w[experts], format)
+            want_ready = ExpertWeights.quantize(w[experts], format).prepare()
         for what, got, other in (("stored", one, want), ("prepared", out, want_ready)):
             for tensor, theirs in other.tensors().items():
                 if not _equal(got.tensors()[tensor][experts], theirs):

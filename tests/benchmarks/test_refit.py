@@ -25,10 +25,10 @@ def test_calls_write_the_weights_that_they_are_timed_with(format: str) -> None:
             for one in ready:
                 one.codes.zero_()
         what[name]()
-        assert refit._differences(format, w, stored, ready, None, slice(None)) == []
+        assert refit._differences(format, w, stored, ready, slice(None)) == []
     wrong = stored[0].codes.view(torch.uint8)
     wrong[0, 0, 0] ^= 1
-    assert refit._differences(format, w, stored, ready, None, slice(None))
-    assert refit._differences(format, w, stored, ready, None, slice(-2, None)) == [
+    assert refit._differences(format, w, stored, ready, slice(None))
+    assert refit._differences(format, w, stored, ready, slice(-2, None)) == [
         f"{format}: restored codes are not those of the checkpoint's layout"
     ]
