@@ -282,16 +282,12 @@ def test_it_loses_what_ships_loses(from_models: Built) -> None:
 
 @pytest.mark.slow
 def test_what_it_tells_of_each_model(from_models: Built) -> None:
-    assert (from_models.choices, from_models.measured, from_models.taken_over) == (5382, 4930, 4930)
-    assert (from_models.modelled, from_models.source) == (452, "measured and modelled")
+    assert (from_models.choices, from_models.measured, from_models.taken_over) == (5822, 5810, 5810)
+    assert (from_models.modelled, from_models.source) == (12, "measured and modelled")
     assert [gpu.name for gpu in from_models.gpus] == [H100.name, H200.name]
     told = {one.name: one for one in from_models.by_model}
     assert len(told) == from_models.models
-    assert {name for name, one in told.items() if not one.ships_measured} == {
-        "deepseek-ai/DeepSeek-V3",
-        "example",
-        "zai-org/GLM-4.5-Air",
-    }
+    assert {name for name, one in told.items() if not one.ships_measured} == {"example"}
     assert told["example"].to_dict() == {"name": "example", "cells": 186, "shipped_measured": 174, "measured": 174}
     with open_bundle(from_models.path) as opened:
         sources = {one.source for problem in opened.problems() for one in opened.find(problem)}
