@@ -70,7 +70,7 @@ def numbers(E: int, N: int, K: int, seed: int) -> torch.Tensor:
 
 
 def calls(every: list[tuple[torch.Tensor, ExpertWeights, ExpertWeights]]) -> dict[str, Call]:
-    """What is timed, of (w, weights in the checkpoint's layout, prepared weights) of both products."""
+    """The calls to time, by name, on (w, weights in the checkpoint's layout, prepared weights) of both products."""
 
     def each(call: Callable[[torch.Tensor, ExpertWeights, ExpertWeights], object]) -> Call:
         def run() -> None:
@@ -186,7 +186,7 @@ def _differences(
     ready: list[ExpertWeights],
     experts: slice,
 ) -> list[str]:
-    """What of the kernels' bits is not torch's, of some experts' weights, in both layouts."""
+    """The tensors of some experts whose bits by row kernels are not those by torch, in both layouts."""
     found = []
     for w, one, out in zip(plain, stored, ready, strict=True):
         out.copy_(w, check=False)
