@@ -3,6 +3,7 @@
     pip download --no-deps vllm==0.20.2 && unzip -q vllm-0.20.2-*.whl -d vllm-0.20.2
     python benchmarks/run.py engine_in_vllm --vllm vllm-0.20.2 --json engine-in-vllm.json
     python benchmarks/run.py engine_in_vllm --models qwen3-30b --layers 12 --modes graphs --json some.json  # installed
+    python benchmarks/run.py engine_in_vllm --models qwen3-30b --ranks 2 --modes graphs --json ep2.json  # on two GPUs
 
 ``--models``: Qwen3-30B-A3B in bf16 and in fp8 128x128 blocks, gpt-oss-20b in mxfp4, by their configs alone
 (``--layers``: with fewer layers), greedy, with weights that are drawn. Each run is a process of its own. A side's first
@@ -10,9 +11,10 @@ run has new, empty folders for all caches (``empty``), its second run has what t
 sides take turns: without, with, without, with. A run has the seconds from the start of the process to the first token,
 and for each case of sequences, prompt and new tokens the new tokens a second (of prompts that are one token long to
 answer: the prompt's tokens), the better of two. ``--modes`` are tried in turn until both sides ran: ``compiled`` is
-what vLLM does unasked, ``graphs`` is CUDA graphs without torch.compile, ``eager`` neither. Attention is Triton's. What
-stops a run is told in it; no run begins that would not end in ``--seconds``, of each model. The file is whole after
-each.
+what vLLM does unasked, ``graphs`` is CUDA graphs without torch.compile, ``eager`` neither. Attention is Triton's.
+``--ranks``: as many data-parallel engines, a GPU each, with the experts spread over them (tp=1, ep=ranks); each runs
+the case's sequences, and tokens a second are the sum. What stops a run is told in it; no run begins that would not end
+in ``--seconds``, of each model. The file is whole after each.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ import importlib
 import json
 import logging
 import os
+import socket
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +214,8 @@ def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         options |= {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.9}
+    if args.ranks > 1:
+        options |= {"enable_expert_parallel": True}
     return options
 
 
@@ -272,27 +278,55 @@ def here(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def one_run(args: argparse.Namespace, model: str, mode: str, side: str, caches: Path, seconds: float) -> dict[str, Any]:
-    """An engine in a process of its own, with these folders for its caches."""
+    """An engine in processes of its own, one a rank, with these folders for its caches."""
     begun = time.time()
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run.json"
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.ranks) as pool:
+        outs = [Path(folder) / f"{rank}.json" for rank in range(args.ranks)]
         options = {
             "--vllm": args.vllm,
             "--packages": args.packages,
             "--layers": args.layers,
-            "--json": out,
             "--models": model,
             "--cases": args.said,
             "--modes": mode,
+            "--ranks": args.ranks,
             "--begun": begun,
         }
         words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
         words += ["--here", *(["--tiny"] if args.tiny else [])]
         environ = {**ENVIRON, **caches_in(caches), "PRETUNED_VLLM": SIDES[side]}
-        ended = child(["engine_in_vllm", *words], seconds, environ)
-        report: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
+        ends = [
+            pool.submit(child, ["engine_in_vllm", *words, "--json", str(out)], seconds, environ | of_rank)
+            for out, of_rank in zip(outs, ranks(args.ranks), strict=True)
+        ]
+        ended = "; ".join(filter(None, (end.result() for end in ends)))
+        reports: list[dict[str, Any]] = [json.loads(out.read_text()) for out in outs if out.is_file()]
+    report = together(reports) if len(reports) == args.ranks else {}
     report |= {"model": model, "mode": mode, "side": side, "run_s": round(time.time() - begun, 1)}
     return report | ({"stopped": report.get("stopped") or ended} if ended else {})
+
+
+def ranks(number: int) -> list[dict[str, str]]:
+    """The environment of each data-parallel rank."""
+    if number == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"VLLM_DP_SIZE": str(number), "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": port}
+    return [shared | {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank)} for rank in range(number)]
+
+
+def together(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first rank's report with the last first token and the sum of the tokens a second."""
+    report = dict(reports[0])
+    if all("tokens_per_s" in of_rank for of_rank in reports):
+        report["first_token_s"] = max(of_rank["first_token_s"] for of_rank in reports)
+        report["tokens_per_s"] = {
+            case: round(sum(of_rank["tokens_per_s"].get(case, 0.0) for of_rank in reports), 1)
+            for case in report["tokens_per_s"]
+        }
+    return report
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -305,7 +339,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         if about.get("torch"):
             head.update(about)
         runs.append(run)
-        args.json.write_text(json.dumps(head | {"layers": args.layers, "runs": runs}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps(head | {"layers": args.layers, "ranks": args.ranks, "runs": runs}, indent=1) + "\n"
+        )
         said = (run[name] for name in ("model", "mode", "side", "caches"))
         print(*said, run.get("first_token_s"), run.get("tokens_per_s"), *run.get("told", ()), flush=True)
         if "stopped" in run:
@@ -350,6 +386,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="of the model's")
     parser.add_argument("--cases", default=CASES, dest="said", help="sequences x prompt + new tokens")
     parser.add_argument("--modes", default=",".join(MODES), help=f"some of {', '.join(MODES)}, in this order")
+    parser.add_argument("--ranks", type=int, default=1, help="data-parallel engines that share the experts, a GPU each")
     parser.add_argument("--rounds", type=int, default=1, help="of empty and warm caches, both sides")
     parser.add_argument("--seconds", type=float, default=540, help="for each model")
     parser.add_argument("--tiny", action="store_true", help="a model of two small layers, to try this without a GPU")

@@ -118,6 +118,16 @@ def test_each_model_has_its_time(tool: ModuleType, monkeypatch: pytest.MonkeyPat
     assert len(found) == 8
 
 
+def test_ranks_share_a_port_and_their_speeds_add_up(tool: ModuleType) -> None:
+    assert tool.ranks(1) == [{}]
+    first, second = tool.ranks(2)
+    assert first["VLLM_DP_MASTER_PORT"] == second["VLLM_DP_MASTER_PORT"]
+    assert (first["VLLM_DP_RANK"], second["VLLM_DP_RANK"], second["VLLM_DP_SIZE"]) == ("0", "1", "2")
+    reports = [{"first_token_s": 2.0, "tokens_per_s": {"1x16+8": 5.0}, "told": ["first"]}]
+    reports += [{"first_token_s": 3.0, "tokens_per_s": {"1x16+8": 4.0}, "told": ["second"]}]
+    assert tool.together(reports) == {"first_token_s": 3.0, "tokens_per_s": {"1x16+8": 9.0}, "told": ["first"]}
+
+
 @pytest.mark.slow
 def test_what_stopped_it_is_told(tool: ModuleType, tmp_path: Path) -> None:
     """(There is no vLLM in the folder.)"""
