@@ -1,4 +1,4 @@
-"""SGLang's layers between two all-to-alls, on the CPU: DeepEP in both modes, Mooncake and NIXL.
+"""SGLang's layers between two all-to-alls, on the CPU: DeepEP in both modes, DeepEP v2, Mooncake and NIXL.
 
 None of these libraries is installed here. ``Double`` stands in for SGLang's dispatcher, of one rank: it hands
 over what SGLang's own dispatchers document, with NaN in rows that no token has, and combines as DeepEP does.
@@ -21,7 +21,11 @@ registry, told = sglang_layer.registry, sglang_layer.told
 
 
 class Double:
-    """A dispatcher of one rank: ``mode`` is DeepEP's, ``fp8`` says that tokens are quantised on their way."""
+    """A dispatcher of one rank: ``mode`` is DeepEP's, ``fp8`` says that tokens are quantised on their way.
+
+    Of DeepEP v2 the modes are "plain" (tokens once), "expanded" (rows by expert, each expert's from a multiple of 128)
+    and "decode" (the same in a buffer that is longer).
+    """
 
     def __init__(self, name: str, mode: str, *, fp8: bool) -> None:
         self.name, self.mode, self.fp8, self.seen = name, mode, fp8, list[Any]()
@@ -39,6 +43,8 @@ class Double:
             aligned = ((counts + 127) // 128 * 128).tolist()
             return token_dispatcher.DeepEPNormalDispatchOutput(x, scale, ids, weights, aligned)
         self._slots = [[(t, s) for t in range(len(ids)) for s in range(TOP_K) if ids[t, s] == e] for e in range(E)]
+        if self.name == "deepep_v2":
+            return self._second(x, scale, weights, ids)
         rows = torch.full((E, ROOM, H), float("nan")).to(x.dtype)
         scales = None if scale is None else torch.full((E, H // 128, ROOM), float("nan")).mT  # column-major
         for e, slots in enumerate(self._slots):
@@ -51,9 +57,51 @@ class Double:
         of = kind.get(self.name, token_dispatcher.DeepEPLLDispatchOutput)
         return of(rows, scales, ids, weights, counts, (len(ids) * TOP_K + E) // E)
 
+    def _second(self, x: torch.Tensor, scale: torch.Tensor | None, weights: torch.Tensor, ids: torch.Tensor) -> Any:
+        """DeepEP v2's: ends by expert, each from a multiple of 128 on."""
+        from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import DeepEPv2DispatchOutput
+
+        ends, end = [], 0
+        for slots in self._slots:
+            ends.append(end := (end + 127) // 128 * 128 + len(slots))
+        psum = torch.tensor(ends, dtype=torch.int32)
+        if self.mode == "plain":
+            if scale is not None:  # column-major, with rows rounded up to 4
+                scale = torch.zeros(scale.shape[1], 12).T[: len(x)].copy_(scale)
+            return DeepEPv2DispatchOutput(x, scale, ids, weights, psum)
+        rows = (end + 127) // 128 * 128 + (256 if self.mode == "decode" else 0)
+        there = torch.full((rows, H), float("nan")).to(x.dtype)
+        scales = None if scale is None else torch.full((rows, H // 128), float("nan"))
+        of_rows = torch.full((rows,), float("nan"))
+        for (t, s), row in self._rows():
+            there[row], of_rows[row] = x[t], weights[t, s]
+            if scales is not None and scale is not None:
+                scales[row] = scale[t]
+        is_decode = self.mode == "decode"
+        hints = (4, 128, rows) if is_decode else (0, 0, 0)
+        return DeepEPv2DispatchOutput(there, scales, None, of_rows, psum, True, is_decode, *hints)
+
+    def _rows(self) -> Any:
+        """Each slot, and the row that is its in DeepEP v2's buffer."""
+        start = 0
+        for slots in self._slots:
+            for i, slot in enumerate(slots):
+                yield slot, start + i
+            start = (start + len(slots) + 127) // 128 * 128
+
     def combine(self, combine_input: Any) -> torch.Tensor:
-        hidden_states, ids, weights = combine_input  # as SGLang's dispatchers unpack it
         self.seen.append(combine_input)
+        if self.name == "deepep_v2":
+            hidden_states, weights, routewise = combine_input
+            assert routewise is None
+            if self.mode == "plain":
+                return hidden_states
+            assert weights is None  # rows are weighted
+            out = torch.zeros(T, H)
+            for (t, _), row in self._rows():
+                out[t] += hidden_states[row].float()
+            return out.to(hidden_states.dtype)
+        hidden_states, ids, weights = combine_input  # as SGLang's dispatchers unpack it
         if self.mode == "normal":
             return hidden_states
         out = torch.zeros(len(ids), H)
@@ -71,7 +119,7 @@ def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def layer(
-    monkeypatch: pytest.MonkeyPatch, name: str, mode: str, fp8: bool, *, everywhere: str = "1", own: str = "deep_gemm"
+    monkeypatch: pytest.MonkeyPatch, name: str, mode: str, fp8: bool, *, everywhere: str = "1", with_bias: bool = False
 ) -> tuple[Any, Double]:
     """SGLang's DeepEPMoE, made as its models make it on an H100 with DeepGEMM."""
     from sglang.srt.layers import deep_gemm_wrapper
@@ -90,13 +138,16 @@ def layer(
     monkeypatch.setattr(deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", True)
     moe = get_flags().moe
     monkeypatch.setattr(moe, "a2a_backend", utils.MoeA2ABackend(name))
-    monkeypatch.setattr(moe, "deepep_mode", utils.DeepEPMode(mode))
+    if name == "deepep_v2":  # as SGLang settles "auto" with it
+        monkeypatch.setattr(moe, "runner_backend", utils.MoeRunnerBackend.DEEP_GEMM)
+    monkeypatch.setattr(moe, "deepep_mode", utils.DeepEPMode("auto" if name == "deepep_v2" else mode))
     init = unquant.UnquantizedFusedMoEMethod.__init__
     monkeypatch.setattr(unquant.UnquantizedFusedMoEMethod, "__init__", lambda self, *_: init(self, False, False, True))
     config = None
     if fp8:
         config = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[128, 128])
     sizes = {"num_experts": E, "top_k": TOP_K, "hidden_size": H, "intermediate_size": I, "layer_id": 0}
+    sizes |= {"with_bias": True} if with_bias else {}
     made = DeepEPMoE(**sizes, params_dtype=torch.bfloat16, quant_config=config, prefix="model.layers.0.mlp.experts")
     if not fp8:
         made.quant_method._forward_method = made.quant_method.forward_cuda  # the CPU's passes runners by
@@ -138,6 +189,7 @@ CASES = [
     ("deepep", "low_latency", True),
     ("mooncake", "low_latency", True),
     ("nixl", "low_latency", True),
+    *(("deepep_v2", mode, fp8) for mode in ("plain", "expanded", "decode") for fp8 in (False, True)),
 ]
 
 
@@ -148,7 +200,7 @@ def test_a_layer_between_two_all_to_alls(
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
     made, double = layer(monkeypatch, name, mode, fp8)
-    assert made.quant_method.runner.runner_backend.value == "pretuned"
+    assert type(made.quant_method.runner.runner_core).__name__ == "PretunedRunnerCore"
     (line,) = lines(told)
     assert line.startswith(
         f"pretuned: runs the MoE layers of E=4 H=256 I=128 k=2 {'fp8_block' if fp8 else 'bf16'} silu"
@@ -158,7 +210,8 @@ def test_a_layer_between_two_all_to_alls(
         out = made(x.clone(), StandardTopKOutput(weights, ids, torch.empty(0)))
         (combined,) = double.seen
         double.seen.clear()
-        assert type(combined).__name__ == f"DeepEP{'Normal' if mode == 'normal' else 'LL'}CombineInput"
+        which = "v2" if name == "deepep_v2" else "Normal" if mode == "normal" else "LL"
+        assert type(combined).__name__ == f"DeepEP{which}CombineInput"
         assert out.dtype is torch.bfloat16
         arrived = x.float()
         if fp8:
@@ -166,6 +219,27 @@ def test_a_layer_between_two_all_to_alls(
             arrived = codes.float() * scale.repeat_interleave(128, 1)
         want = wanted(plain, made.moe_runner_config, arrived, weights, ids)
         assert (out.float() - want).norm() < (0.04 if fp8 else 0.01) * want.norm()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_rows_of_deepep_v2_have_the_bits_of_rows_with_starts(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    from pretuned.runtime import QuantizedRows, experts_mlp
+
+    made, double = layer(monkeypatch, "deepep_v2", "decode", fp8)
+    fill(made, fp8)
+    x, weights, ids = question()
+    made(x.clone(), StandardTopKOutput(weights, ids, torch.empty(0)))
+    (combined,) = double.seen
+    sent = double.dispatch(x, StandardTopKOutput(weights, ids, torch.empty(0)))
+    up, down = made.pretuned_experts.weights if fp8 else (made.w13_weight.detach(), made.w2_weight.detach())
+    rows = QuantizedRows(sent.hidden_states, sent.hidden_states_scale) if fp8 else sent.hidden_states
+    ends = sent.psum_num_recv_tokens_per_expert
+    starts = torch.cat([ends.new_zeros(1), (ends[:-1] + 127) // 128 * 128])
+    want = experts_mlp(rows, up, down, ends - starts, m_starts=starts)
+    for _, row in double._rows():
+        assert torch.equal(combined.hidden_states[row], (want[row].float() * sent.topk_weights[row]).bfloat16())
 
 
 @pytest.mark.parametrize(("name", "mode", "fp8"), [CASES[3], CASES[5]])
@@ -195,10 +269,11 @@ def left(monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture, *given
     return line
 
 
+@pytest.mark.parametrize(("name", "mode"), [("deepep", "auto"), ("deepep_v2", "decode")])
 def test_fp8_of_padded_tokens_is_left_to_deepgemm(
-    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    name: str, mode: str, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
 ) -> None:
-    line = left(monkeypatch, told, "deepep", "auto", True, everywhere="")
+    line = left(monkeypatch, told, name, mode, True, everywhere="")
     assert line.endswith("to SGLang's deep_gemm runner: DeepGEMM's masked kernel is faster on tokens padded by expert")
 
 
@@ -207,6 +282,13 @@ def test_what_an_all_to_all_does_not_hand_over(monkeypatch: pytest.MonkeyPatch, 
     assert line.endswith(
         "the all-to-all of mooncake hands over tokens that torch.bfloat16 weights are not multiplied with"
     )
+
+
+def test_biases_that_deepep_v2_has_no_place_for(
+    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+) -> None:
+    line = left(monkeypatch, told, "deepep_v2", "expanded", False, with_bias=True)
+    assert line.endswith("SGLang hands over no biases with the all-to-all of deepep_v2")
 
 
 def test_overlap_with_sglang_s_own_gemm(monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture) -> None:

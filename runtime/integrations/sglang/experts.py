@@ -36,16 +36,18 @@ from ...runtime.check.tensors import DTYPES
 from ...runtime.driver.device import current_device, local_gpu
 from ...runtime.ops.activation import RowActivation
 from ...runtime.settings import settings
+from ...runtime.weights.expert_weights import ExpertWeights
 from ...runtime.weights.quantized_rows import QuantizedRows
 from ..plug_in import SGLANG as PLUG_IN
 from ..served_layer import ServedLayer, choose_invariantly, expected_rows, lacks, load, received_rows
 from . import NAME
 from .quantised import Experts, Packing, format_of, run_by, runs_by, watch
 
-_DEEP_GEMM = "deep_gemm"
+_DEEP_GEMM, _DEEPEP_V2 = "deep_gemm", "deepep_v2"
 # By the all-to-all, the formats whose tokens arrive as pretuned takes them; None: unquantised weights, tokens in bf16.
 _ALL_TO_ALLS: dict[str, tuple[str | None, ...]] = {
     "deepep": (None, "fp8_block"),
+    _DEEPEP_V2: (None, "fp8_block"),
     "mooncake": ("fp8_block",),
     "nixl": ("fp8_block",),
 }
@@ -72,7 +74,7 @@ def take(method: Any, layer: Any, config: Any, *, everywhere: bool) -> bool:
         _tell(f"pretuned: leaves the MoE layers of {what}{form} to SGLang's {runner} runner: {why}")
         return False
     _register_core()
-    runner = moe_runner.MoeRunner(resolve_moe_runner_backend(NAME), config)
+    runner = _runner(config)
     served, place = layer_of(config, None if format is None else format.dtype), runs_by(method, layer)
     if torch.cuda.is_available() and torch.version.cuda:
         done = load(served, current_device())
@@ -89,6 +91,15 @@ def take(method: Any, layer: Any, config: Any, *, everywhere: bool) -> bool:
     return True
 
 
+def _runner(config: Any) -> Any:
+    """SGLang's runner with pretuned's core. With DeepEP v2, SGLang makes runners of DeepGEMM's name alone."""
+    if get_moe_a2a_backend().value != _DEEPEP_V2:
+        return moe_runner.MoeRunner(resolve_moe_runner_backend(NAME), config)
+    runner = moe_runner.MoeRunner(resolve_moe_runner_backend(_DEEP_GEMM), config)
+    runner.runner_core = PretunedRunnerCore(config)
+    return runner
+
+
 def refusal(method: Any, layer: Any, config: Any, format: Packing | str | None, *, everywhere: bool) -> str | None:
     """Why a layer with this MoeRunnerConfig is none of pretuned's; None if it is. ``format``: of quantised weights."""
     own, asked, settings = method.get_moe_runner_backend(layer), _asked(), _settings()
@@ -103,6 +114,8 @@ def refusal(method: Any, layer: Any, config: Any, format: Packing | str | None, 
         return f"--moe-runner-backend {asked} asks for it"
     if apart and (why := _not_received(own.value, config, format, everywhere=everywhere)) is not None:
         return why
+    if format is None and getattr(layer, "with_bias", False) and get_moe_a2a_backend().value == _DEEPEP_V2:
+        return "SGLang hands over no biases with the all-to-all of deepep_v2"
     if getattr(method, "_aiter_runner", None) is not None:
         return "aiter runs it"
     if getattr(settings, "enable_lora", False):
@@ -140,7 +153,8 @@ def _not_received(runner: str, config: Any, format: Packing | None, *, everywher
     if config.apply_router_weight_on_input:
         return "the router's weights are applied to the input"
     # Up to 1.4 x as fast on an H200, given codes (benchmarks/results/padded-rows-h200.json)
-    if format is not None and runner == _DEEP_GEMM and get_deepep_mode().enable_low_latency() and not everywhere:
+    is_padded = name == _DEEPEP_V2 or get_deepep_mode().enable_low_latency()  # in some steps
+    if format is not None and runner == _DEEP_GEMM and is_padded and not everywhere:
         return "DeepGEMM's masked kernel is faster on tokens padded by expert"
     return None
 
@@ -332,7 +346,8 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
     def run_from_dispatch(self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None) -> Any:
         """The layer on a dispatch's tokens.
 
-        These are [T, H], and an id of -1, of another rank's expert, takes no part; or tokens by expert, [E, M_max, H].
+        These are [T, H], and an id of -1, of another rank's expert, takes no part; or tokens by expert, [E, M_max, H]
+        or, of DeepEP v2, [M, H].
         """
         if self.own is None:
             return self._run(dispatch_output, quant_info, runner_config)
@@ -350,9 +365,9 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
         arguments: dict[str, Any] = {
             "activation": act.function,
             "gated": act.gated,
-            "interleaved": act.interleaved or quant_info.fuse_swiglu_interleaved,
-            "gate_up_bias": _in(quant_info.b13, dtype),
-            "down_bias": _in(quant_info.b2, dtype),
+            "interleaved": act.interleaved or getattr(quant_info, "fuse_swiglu_interleaved", False),
+            "gate_up_bias": _in(getattr(quant_info, "b13", None), dtype),  # DeepGEMM's has none
+            "down_bias": _in(getattr(quant_info, "b2", None), dtype),
         }
         both = quant_info.w13_weight, quant_info.w2_weight
         if format.is_deepep_ll():
@@ -360,11 +375,17 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
             arguments["expected_rows"] = min(dispatch_output.expected_m * here, room)
             y = experts_mlp(x, *both, dispatch_output.masked_m, **arguments)
             return DeepEPLLCombineInput(y, dispatch_output.topk_ids, dispatch_output.topk_weights)
-        if format.is_deepep_normal():  # SGLang's models multiply by routed_scaling_factor themselves
+        if format.value == _DEEPEP_V2 and dispatch_output.is_expanded:
+            return self._run_expanded(dispatch_output, x, both, arguments)
+        if (
+            format.is_deepep_normal() or format.value == _DEEPEP_V2
+        ):  # SGLang's models multiply by routed_scaling_factor themselves
             ids, weights = dispatch_output.topk_ids, dispatch_output.topk_weights
             tokens, top_k = ids.shape
             arguments["expected_rows"] = received_rows(tokens, top_k, here, *_experts_of_all(self.config))
             out = moe_mlp(x, *both, ids, weights, **arguments)
+            if format.value == _DEEPEP_V2:
+                return _second_result(out, weights)
             return DeepEPNormalCombineInput(out, ids, weights)
         weights, ids, *_ = dispatch_output.topk_output
         tokens, top_k = ids.shape
@@ -372,6 +393,30 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
         out = moe_mlp(x, *both, ids, weights, weights_on=weighs, **arguments)
         factor = runner_config.routed_scaling_factor
         return StandardCombineInput(hidden_states=out if factor in (None, 1.0) else out.mul_(factor))
+
+    def _run_expanded(
+        self,
+        dispatch_output: Any,
+        x: torch.Tensor | QuantizedRows,
+        both: tuple[torch.Tensor | ExpertWeights, torch.Tensor | ExpertWeights],
+        arguments: dict[str, Any],
+    ) -> Any:
+        """Rows of DeepEP v2, sorted by expert: each expert's begin at a multiple, and their ends are known."""
+        ends, align = dispatch_output.psum_num_recv_tokens_per_expert, dispatch_output.expert_alignment
+        starts = torch.zeros_like(ends)
+        starts[1:] = (ends[:-1] + align - 1) // align * align
+        if dispatch_output.use_masked_gemm:
+            rows = dispatch_output.hidden_states.shape[0]
+            arguments["expected_rows"] = min(dispatch_output.expected_m * len(ends), rows)
+        y = experts_mlp(x, *both, ends - starts, m_starts=starts, **arguments)
+        return _second_result(y.mul_(dispatch_output.topk_weights.unsqueeze(-1)), None)
+
+
+def _second_result(y: torch.Tensor, weights: torch.Tensor | None) -> Any:
+    """What DeepEP v2 combines; older versions of SGLang do not have it."""
+    from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import DeepEPv2CombineInput
+
+    return DeepEPv2CombineInput(y, weights)
 
 
 def _received(dispatch_output: Any) -> torch.Tensor | QuantizedRows:
