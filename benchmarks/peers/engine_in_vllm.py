@@ -215,7 +215,8 @@ def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if torch.cuda.is_available():
         options |= {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.9}
     if args.ranks > 1:
-        options |= {"enable_expert_parallel": True}
+        # In this process, as without ranks: a worker's own would miss what is set up here.
+        options |= {"enable_expert_parallel": True, "distributed_executor_backend": "uni"}
     return options
 
 
