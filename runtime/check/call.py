@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import Fusion, Layout, Op, bucket_of
+from ...artifacts.records import Fusion, Layout, Op, bucket_of
 from ...artifacts.tuples import NamedTuple
 from . import tensors
 from .tensors import bad, row_stride, tensors_or_none

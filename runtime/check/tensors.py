@@ -9,8 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Layout
+from ...artifacts.records import DType, Layout
 from ...artifacts.tuples import NamedTuple
 
 if TYPE_CHECKING:

@@ -12,14 +12,12 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from ...artifacts.errors import ProblemNotInBundle
-from ...artifacts.names import printable
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
-from ...artifacts.records.target import LocalGpu
+from ...artifacts.limits import printable
+from ...artifacts.records import DType, Fusion, Layout, LocalGpu, Op, Problem, bucket_of
 from ...artifacts.tuples import NamedTuple
 from ...kernels import registry
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, has_aligned_rows
-from ...kernels.contract.spec import code_of
+from ...kernels.entry import ALIGNMENT_BYTES, has_aligned_rows
+from ...kernels.spec import code_of
 from .. import hooks
 from ..locks import lock
 from .places import Kind

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from ...artifacts.records.problem import Op
+from ...artifacts.records import Op
 from ...artifacts.tuples import NamedTuple
 from ..check.call import Call, Rows, flat, wide_of
 from ..check.tensors import rows_usable

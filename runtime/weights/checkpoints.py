@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...artifacts.names import printable
+from ...artifacts.limits import printable
 from ...artifacts.tuples import NamedTuple
 from . import packings, quantization
 from .codes import Quantised, cat

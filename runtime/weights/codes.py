@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ...artifacts.records.precision import PRECISIONS, Elements, Scale
+from ...artifacts.records import PRECISIONS, Elements, Scale
 from ...artifacts.tuples import NamedTuple
 
 E4M3_MOST, E2M1_MOST = 448.0, 6.0

@@ -29,7 +29,7 @@ from typing import TypeAlias
 
 import torch
 
-from ...artifacts.records.precision import PRECISIONS, Elements
+from ...artifacts.records import PRECISIONS, Elements
 from ...artifacts.tuples import NamedTuple
 from .codes import E4M3_MOST, Quantised, pack, unpack
 
