@@ -5,22 +5,21 @@ Knobs are e.g. tile sizes, stages and schedule; a kernel's entry declares which 
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Mapping, Sequence
 
+from ..artifacts.classes import Enum, IntEnum, NamedTuple
 from ..artifacts.records import DType, Fusion, Layout, Op, Problem
-from ..artifacts.tuples import NamedTuple
 
 
-class Loads(enum.IntEnum):
+class Loads(IntEnum):
     """How operands are loaded into shared memory."""
 
     POINTER = 0
     TMA = 1  # through descriptors that the host encodes
 
 
-class Schedule(enum.IntEnum):
+class Schedule(IntEnum):
     """Which program or warpgroup computes which tile, in CUTLASS's words."""
 
     TILE = 0  # one program for each tile
@@ -37,21 +36,21 @@ class Schedule(enum.IntEnum):
         return self >= Schedule.COOPERATIVE
 
 
-class Cache(enum.IntEnum):
+class Cache(IntEnum):
     """The L2 policy for lines of w, or in dW for lines of dw, where rows of many experts are also prefetched."""
 
     DEFAULT = 0
     EVICT_FIRST = 1  # the lines are used once: evict them first
 
 
-class Edge(enum.IntEnum):
+class Edge(IntEnum):
     """The width of dW's last column tile. Forward and dX always halve it if half is enough."""
 
     WHOLE = 0
     HALF = 1  # half a tile if that is enough
 
 
-class TileRows(enum.IntEnum):
+class TileRows(IntEnum):
     """The rows of a tile in forward and dX."""
 
     FIXED = 0  # ``block_m``
@@ -211,7 +210,7 @@ def misfit(name: str, value: int, allowed: Sequence[int]) -> str:
 
 
 def _shown(value: int) -> str:
-    return value.name if isinstance(value, enum.Enum) else str(value)
+    return value.name if isinstance(value, Enum) else str(value)
 
 
 @functools.lru_cache(maxsize=4096)
