@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..artifacts.records.problem import Problem
+    from ..artifacts.records import Problem
     from .demand.api import cache_key, clear_cache, get_or_autotune_moe_kernels, load_cached_config, save_cached_config
 
 __all__ = ["cache_key", "clear_cache", "get_or_autotune_moe_kernels", "load_cached_config", "save_cached_config"]

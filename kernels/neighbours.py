@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..artifacts.records.precision import DType
-from ..artifacts.records.problem import Op
-from ..artifacts.tuples import NamedTuple
-from .contract.config import Config, TileRows
-from .cost.resources import join, mean_waves
-from .hardware.chips import Chip
+from ..artifacts.classes import NamedTuple
+from ..artifacts.records import DType, Op
+from .chips import Chip
+from .cost import join, mean_waves
+from .spec import Config, TileRows
 
 NEAREST = 16  # neighbours that count
 MODEL_SHARE = 0.35  # the share of the cost model's difference between two variants that is added to the neighbours'

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from ..artifacts.errors import InputError
-from ..artifacts.records.problem import Problem
+from ..artifacts.records import Problem
 from . import settings
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...artifacts.errors import HostError
-from ...kernels.contract.spec import Spec
-from ...kernels.hardware.arch import Feature, arch_of
+from ...kernels.arch import Feature, arch_of
 from ...kernels.rowops import RowOpSpec
+from ...kernels.spec import Spec
 from ..compile.cache import CompileCache
 from ..compile.pool import default_workers
 from ..compile.shipped import Shipped

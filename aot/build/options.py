@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ...artifacts.records.problem import Problem
+from ...artifacts.records import Problem
 from ..choose.bundle import Ships
 from ..choose.incumbents import Incumbents
 from ..compile.cache import CompileCache

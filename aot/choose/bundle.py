@@ -7,9 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from ...artifacts.errors import CompileError, InputError
-from ...artifacts.records.bundle import Bundle, Choice
-from ...artifacts.records.problem import Problem
-from ...artifacts.records.target import Gpu, LocalGpu
+from ...artifacts.records import Bundle, Choice, Gpu, LocalGpu, Problem
 from ...kernels.plans import with_plans
 from ...runtime.dispatch.neighbours import Neighbourhood
 from ..compile.triton import Compiled

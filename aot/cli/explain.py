@@ -7,7 +7,7 @@ import itertools
 import click
 
 from ...artifacts.errors import HostError
-from ...artifacts.records.target import LocalGpu
+from ...artifacts.records import LocalGpu
 from ..models.load import load_models
 from ..plan.targets import parse_gpu
 from ..process.gpus import native_sm

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ...artifacts.files.publish import publish
+from ...artifacts.publishing import publish
 from ..pack.image import ARCHITECTURES, check_layout, repository, tag, write_image
 from ..pack.package import contents, write_directory
 from ..pack.wheel import check_name, file_name, wheel

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from ...artifacts.records.problem import Problem
-from ...kernels.contract.launch_abi import slow_rows
+from ...artifacts.records import Problem
+from ...kernels.entry import slow_rows
 from ..build.estimate import estimate
 from ..models.layer import LayerShard
 from ..models.load import load_models

@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from ...artifacts.names import printable
+from ...artifacts.limits import printable
 
 _LEAST = 16  # columns: no text is wrapped to less
 

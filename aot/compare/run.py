@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ...artifacts.errors import HostError
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Op, Problem
+from ...artifacts.records import DType, Op, Problem
 from ...runtime import explain
 from ..measure.clock import Clock, HostClock, Replayed
 from ..measure.inputs import MAX_ERROR, activations, routed_rows, weights

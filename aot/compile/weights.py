@@ -8,13 +8,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ...artifacts.codec import encode
 from ...artifacts.errors import CompileError
-from ...artifacts.files.publish import publish
-from ...artifacts.format.codec import encode
-from ...artifacts.records.bundle import Bundle
-from ...artifacts.records.precision import DType
-from ...artifacts.records.target import Target
-from ...kernels.hardware.arch import arch_of
+from ...artifacts.publishing import publish
+from ...artifacts.records import Bundle, DType, Target
+from ...kernels.arch import arch_of
 from ...kernels.rowops import weight_specs
 from .pool import CompileJob, compile_all
 from .triton import driver_for, kernels_of, producer_of

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import msgpack
 
-from ...artifacts.format.schema import MAX_FUSION
-from ...artifacts.records.precision import PLAIN_DTYPES, DType
-from ...artifacts.records.problem import Fusion, Op
-from ...kernels.contract.config import Config
+from ...artifacts.format import MAX_FUSION
+from ...artifacts.records import PLAIN_DTYPES, DType, Fusion, Op
+from ...kernels.spec import Config
 from ...runtime.dispatch.pin import KernelPair, Preference
 
 _MAX_ITEMS = 64  # in an array of a file: far more than the fields of a config

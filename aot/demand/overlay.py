@@ -13,16 +13,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from ...artifacts import codec
+from ...artifacts.bundle_file import open_bundle
 from ...artifacts.errors import BundleError, BundleUnreadable, BundleUntrusted, HostError, PretunedError
-from ...artifacts.files.bundle_file import open_bundle
-from ...artifacts.files.lock import check_cache, lock
-from ...artifacts.files.publish import publish
-from ...artifacts.format import codec
 from ...artifacts.limits import FORMAT, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_FORMAT
-from ...artifacts.records.bundle import Bundle, Model, Variant
-from ...artifacts.records.problem import Problem
-from ...artifacts.records.target import Gpu
-from ...kernels.contract.launch_abi import LAUNCH_ABI, READS_ABI
+from ...artifacts.locking import check_cache, lock
+from ...artifacts.publishing import publish
+from ...artifacts.records import Bundle, Gpu, Model, Problem, Variant
+from ...kernels.entry import LAUNCH_ABI, READS_ABI
 from ...kernels.registry import ENTRIES
 from ..bundle.assemble import BundleChoice, Provenance, VariantTable, assemble, is_fallback
 from ..bundle.merge import merge

@@ -11,16 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from ...artifacts import codec
+from ...artifacts.bundle_file import open_bytes
 from ...artifacts.errors import BundleError, HostError, InputError, LockBusy, PretunedError
-from ...artifacts.files.bundle_file import open_bytes
-from ...artifacts.files.lock import check_cache, lock
-from ...artifacts.format import codec
-from ...artifacts.names import printable
-from ...artifacts.records.bundle import Bundle, Choice, Model
-from ...artifacts.records.precision import dtypes_of
-from ...artifacts.records.problem import Fusion, Op, Problem, bucket_of
-from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.config import Config
+from ...artifacts.limits import printable
+from ...artifacts.locking import check_cache, lock
+from ...artifacts.records import Bundle, Choice, Fusion, LocalGpu, Model, Op, Problem, bucket_of, dtypes_of
+from ...kernels.spec import Config
 from ...runtime import locks
 from ...runtime.config_cache import ConfigCache
 from ...runtime.dispatch import snapshot as dispatch_snapshot

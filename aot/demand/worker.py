@@ -11,23 +11,20 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from ...artifacts import codec
+from ...artifacts.bundle_file import open_bundle
 from ...artifacts.errors import CompileError, HostError
-from ...artifacts.files.bundle_file import open_bundle
-from ...artifacts.files.publish import publish
-from ...artifacts.format import codec
-from ...artifacts.format.schema import pack_problem, read_problem
-from ...artifacts.records.bundle import Model
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Op, Problem, buckets_between
-from ...kernels.contract.config import Config
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES
-from ...kernels.contract.spec import MAX_EXPERTS, Spec
-from ...kernels.cost.resources import Resources, rejection
+from ...artifacts.format import pack_problem, read_problem
+from ...artifacts.publishing import publish
+from ...artifacts.records import DType, Model, Op, Problem, buckets_between
+from ...kernels.arch import arch_of
+from ...kernels.chips import chip_for
+from ...kernels.cost import Resources, rejection
 from ...kernels.cost_model import Ranker
-from ...kernels.hardware.arch import arch_of
-from ...kernels.hardware.chips import chip_for
+from ...kernels.entry import ALIGNMENT_BYTES
 from ...kernels.registry import threads
 from ...kernels.search import fallbacks, shared_bytes_at_least
+from ...kernels.spec import MAX_EXPERTS, Config, Spec
 from ..choose.bundle import assembled, measured_bundle
 from ..choose.candidates import Candidates
 from ..choose.choices import choose, choose_among_all

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ...artifacts.records.precision import DType
+from ...artifacts.records import DType
 from ...runtime.weights.expert_weights import ExpertWeights
 
 SKEW = 0.3

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from ...artifacts.records.problem import Fusion, Op, Problem
-from ...kernels.contract.spec import gemm_of
+from ...artifacts.records import Fusion, Op, Problem
+from ...kernels.spec import gemm_of
 from ...runtime.weights.dequantised import Dequantised
 from ...runtime.weights.expert_weights import ExpertWeights
 from .calls import Tensors

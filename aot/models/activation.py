@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ...kernels.contract.activations import Activation
+from ...kernels.activations import Activation
 
 # A config's name of an activation -> pretuned's name.
 _NAMES = {

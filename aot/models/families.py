@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...artifacts.records.problem import Layout
+from ...artifacts.records import Layout
 
 # Each tuple lists the names of one size in the families' configs; "a.b" is b in the object a.
 EXPERTS = (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...artifacts.errors import InputError
-from ...artifacts.names import printable
+from ...artifacts.limits import printable
 from ...runtime.weights.quantization import NESTED
 from .activation import activation_in
 from .families import (

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...artifacts.limits import MAX_EXPERTS, MAX_WIDTH
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Layout, Op
-from ...kernels.contract.activations import Activation
+from ...artifacts.records import DType, Layout, Op
+from ...kernels.activations import Activation
 from ...kernels.hopper_w4a16 import padded_width, prepares
 
 MAX_TOKENS = 1 << 24

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...artifacts.errors import InputError
-from ...artifacts.names import PART
-from ...artifacts.records.precision import DType, dtypes_of
-from ...artifacts.records.problem import Op
+from ...artifacts.limits import PART
+from ...artifacts.records import DType, Op, dtypes_of
 from .catalogue import CLASS, DEFAULT, catalogue, find, nearest_ids
 from .hf_config import SHARED, read_model
 from .layer import ExpertLayer, LayerShard

@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from ...artifacts.errors import InputError
 from ...artifacts.limits import MAX_EXPERTS, MAX_WIDTH
-from ...artifacts.records.precision import PLAIN_DTYPES, PRECISIONS, DType
-from ...artifacts.records.problem import PLAIN_LAYOUTS, Layout, Op
+from ...artifacts.records import PLAIN_DTYPES, PLAIN_LAYOUTS, PRECISIONS, DType, Layout, Op
 from .layer import MAX_TOKENS, ExpertLayer
 
 T = TypeVar("T")

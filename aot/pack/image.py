@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.files.publish import make_folder, publish
+from ...artifacts.publishing import make_folder, publish
 from ...runtime.dispatch.places import SYSTEM_DIRECTORY
 from ..process.output import locked, without_waiting
 from .package import Package

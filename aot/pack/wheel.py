@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ... import integrations
 from ...artifacts.errors import InputError
-from ...artifacts.files.signature import SUFFIX as SIGNATURE
+from ...artifacts.signature import SUFFIX as SIGNATURE
 from ...runtime.dispatch.places import ENTRY_POINTS, SUFFIX
 from .package import Package
 

@@ -8,14 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ...artifacts.records.bundle import Model
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, buckets_between
-from ...kernels.contract.activations import Activation
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, has_aligned_rows
-from ...kernels.contract.spec import MAX_EXPERTS, code_of
-from ...kernels.hardware.arch import arch_of
+from ...artifacts.records import DType, Fusion, Layout, Model, Op, Problem, buckets_between
+from ...kernels.activations import Activation
+from ...kernels.arch import arch_of
+from ...kernels.entry import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.hopper_w4a16 import prepares
+from ...kernels.spec import MAX_EXPERTS, code_of
 from ..models.layer import LayerGemm, LayerShard
 from .families import Family, Pool, has_candidates, optional
 

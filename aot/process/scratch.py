@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...artifacts.errors import HostError
-from ...artifacts.files.lock import has_none
+from ...artifacts.locking import has_none
 
 _PREFIX = "pretuned-build-"
 

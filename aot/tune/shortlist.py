@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Op, Problem
+from ...artifacts.records import DType, Fusion, Op, Problem
 
 SHARE = 0.1  # of a cell's candidates are measured
 FIRST = 2  # configs of the model's ranking

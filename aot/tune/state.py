@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...artifacts.errors import CompileError
-from ...artifacts.records.problem import Problem
+from ...artifacts.records import Problem
 from ..choose.bundle import Ships
 from ..choose.choices import Chosen
 from ..choose.subset import MAX_LOSS

@@ -38,14 +38,12 @@ from pretuned.aot.measure.inputs import top_k_of
 from pretuned.aot.measure.job import MeasureJob, MeasureResult, Setup
 from pretuned.aot.plan.families import Family, Pool, serves
 from pretuned.aot.tune.shortlist import SHARE, Winners, contenders
+from pretuned.artifacts.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.errors import PretunedError
-from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.cost.resources import Resources
+from pretuned.artifacts.records import DType, Fusion, Gpu, Layout, LocalGpu, Op, Problem
+from pretuned.kernels.chips import Chip, chip_of
+from pretuned.kernels.cost import Resources
 from pretuned.kernels.cost_model import Ranker
-from pretuned.kernels.hardware.chips import Chip, chip_of
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.neighbours import Neighbourhood, blended
 from pretuned.runtime.dispatch.places import Kind, Place

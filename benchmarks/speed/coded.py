@@ -26,13 +26,13 @@ from benchmarks import provenance
 from pretuned.aot.measure.calls import Tensors, caller
 from pretuned.aot.measure.inputs import quantised_weights
 from pretuned.aot.measure.numerics import NumericsCheck
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels.contract.spec import gemm_of
-from pretuned.kernels.cost.resources import Resources
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.records import Fusion, Layout, Op, Problem
+from pretuned.kernels.chips import chip_of
+from pretuned.kernels.cost import Resources
 from pretuned.kernels.cost_model import estimate_us
-from pretuned.kernels.hardware.chips import chip_of
 from pretuned.kernels.registry import beyond
+from pretuned.kernels.spec import gemm_of
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.launch.gemm import load_kernel

@@ -365,7 +365,7 @@ def rows_fitted(
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]).
 
     ``rows`` (portable_plain) of rows that nothing gathers. x and w come through TMA; y leaves through ``y_map``, a
-    ragged descriptor (``kernels/contract/launch_abi.py``, RAGGED_SIZES), in INDEXED code through pointers.
+    ragged descriptor (``kernels/entry.py``, RAGGED_SIZES), in INDEXED code through pointers.
     LOW_RANK code has low_x and low_w through TMA, in steps of the reduction after those of x and w.
     """
     element: gl.constexpr = w.dtype

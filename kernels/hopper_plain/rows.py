@@ -274,7 +274,7 @@ def rows_specialized(
     """y[to(m), n] = weight(m) * (sum_k x[from(m), k] * w[expert of m, n, k] + bias[expert of m, n]).
 
     ``rows`` (portable_plain). x and w come through TMA, x in GATHER code through pointers; y leaves through
-    ``y_map``, a ragged descriptor (``kernels/contract/launch_abi.py``, RAGGED_SIZES), in INDEXED code through pointers:
+    ``y_map``, a ragged descriptor (``kernels/entry.py``, RAGGED_SIZES), in INDEXED code through pointers:
     GATHER code has both, and takes the descriptor for tiles of which nothing else is asked.
     GATED code stores silu(gate) * up in its place, y [M, N // 2]: a tile of w is HALF rows of gate, then those of up.
     LOW_RANK code has low_x and low_w through TMA, in steps of the reduction after those of x and w.

@@ -129,7 +129,7 @@ def _load_weight(
     NARROW: gl.constexpr,
     STREAMED: gl.constexpr,
 ):
-    """The loading warp of dW: both operands end with the expert's rows, see ``kernels/contract/launch_abi.py``,
+    """The loading warp of dW: both operands end with the expert's rows, see ``kernels/entry.py``,
     RAGGED_SIZES.
 
     In NARROW code a tile whose right half lies past the last column is loaded at half its width. Where tiles are few

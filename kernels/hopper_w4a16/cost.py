@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 
-from ...artifacts.records.problem import Op, Problem
-from ...artifacts.tuples import NamedTuple
+from ...artifacts.classes import NamedTuple
+from ...artifacts.records import Op, Problem
+from ..chips import Chip
 from ..codes import BLOCK, CodeLayout
-from ..contract.config import TileRows
-from ..contract.spec import gemm_of
-from ..cost.resources import Resources, handed_out, join
-from ..cost.routing import expected_rows
-from ..hardware.chips import Chip
+from ..cost import Resources, expected_rows, handed_out, join
+from ..spec import TileRows, gemm_of
 from . import ZERO_DTYPES, code_layout
 
 _GRAIN = 16  # kernels/hopper_w4a16/rows.py rounds a fitted tile's rows up to a multiple of this

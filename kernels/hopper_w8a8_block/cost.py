@@ -7,11 +7,10 @@ This and the memory's time are joined by a p-norm, like in ``cost_model.py``. Pu
 
 from __future__ import annotations
 
-from ...artifacts.records.problem import Problem
-from ...artifacts.tuples import NamedTuple
-from ..cost.resources import Resources, handed_out, join
-from ..cost.routing import expected_rows
-from ..hardware.chips import Chip
+from ...artifacts.classes import NamedTuple
+from ...artifacts.records import Problem
+from ..chips import Chip
+from ..cost import Resources, expected_rows, handed_out, join
 
 _HALF = 64  # rows of a tile that are multiplied or skipped together
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 
-from ...artifacts.records.problem import Problem
-from ...artifacts.tuples import NamedTuple
+from ...artifacts.classes import NamedTuple
+from ...artifacts.records import Problem
+from ..chips import Chip
 from ..codes import BLOCK
-from ..contract.config import TileRows
-from ..cost.resources import Resources, handed_out, join
-from ..cost.routing import expected_rows
-from ..hardware.chips import Chip
+from ..cost import Resources, expected_rows, handed_out, join
+from ..spec import TileRows
 
 _GRAIN = 16  # kernels/hopper_w8a8_channel/rows.py rounds a fitted tile's rows up to a multiple of this
 

@@ -3,22 +3,20 @@
 A tile takes its start and, for each step, the longer of two times: turning its codes into bf16 and multiplying them,
 and loading both operands. Programs take tiles when they become free. ``w8a8`` turns x into codes instead of w into
 bf16, adds each step's product to sums, and multiplies twice as fast. Figures of a GPU are from the tables of GPUs and
-``constants.py``. One constant is measured (``eight_bits_apart``), the others are counted instructions.
+``kernels/cost.py``. One constant is measured (``eight_bits_apart``), the others are counted instructions.
 """
 
 from __future__ import annotations
 
 import math
 
-from ...artifacts.records.problem import Layout, Problem
-from ...artifacts.tuples import NamedTuple
+from ...artifacts.classes import NamedTuple
+from ...artifacts.records import Layout, Problem
+from ..arch import Feature, arch_of
+from ..chips import Chip
 from ..codes import BLOCK
-from ..contract.spec import gemm_of
-from ..cost.constants import CONSTANTS, SIZES, Constants
-from ..cost.resources import Resources, handed_out, join, occupancy
-from ..cost.routing import expected_rows
-from ..hardware.arch import Feature, arch_of
-from ..hardware.chips import Chip
+from ..cost import CONSTANTS, SIZES, Constants, Resources, expected_rows, handed_out, join, occupancy
+from ..spec import gemm_of
 
 _TCGEN05_ROWS = 64  # of the smallest tile
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import Layout, bucket_of
-from ...kernels.contract.activations import activation_of
+from ...artifacts.records import Layout, bucket_of
+from ...kernels.activations import activation_of
 from ..check import tensors
 from ..check.call import autocast, check_fusions, expected_bucket, form_of
 from ..driver.device import without_autocast
@@ -28,7 +28,7 @@ from .padded import adapter, check_out, check_rows, checked_codes, most_rows, na
 from .padded_plan import as_rows, placed_of
 
 if TYPE_CHECKING:
-    from ...kernels.contract.activations import Activation
+    from ...kernels.activations import Activation
 
 _CALL = "experts_mlp"
 _tracing = torch.compiler.is_dynamo_compiling

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+from ...artifacts.records import Fusion, Layout, Op, Problem
 from .. import hooks
 from ..check import tensors
 from ..check.call import Call, Form, autocast, check, expected_bucket, form_of
@@ -552,7 +552,7 @@ def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
 
     Where x may be quantised, too, both kinds of forward are among these: which one runs is told by their times.
     """
-    from ...kernels.contract.spec import code_of  # here, as only tuning asks
+    from ...kernels.spec import code_of  # here, as only tuning asks
 
     form, E, N, K = call.form, call.m_sizes.shape[0], call.N, call.K
     dtype, fusions = tensors.check_cuda_dtype(x), call.fusions

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import Layout
-from ...kernels.contract.activations import Activation, activation_of
+from ...artifacts.records import Layout
+from ...kernels.activations import Activation, activation_of
 from ..check import call as check_call
 from ..check import tensors
 from ..check.call import check_fusions, expected_bucket, form_of

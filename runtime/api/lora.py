@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ...artifacts.tuples import NamedTuple
+from ...artifacts.classes import NamedTuple
 from ..check import tensors
 
 

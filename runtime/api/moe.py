@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...artifacts.records.problem import bucket_of
+from ...artifacts.records import bucket_of
 from .. import hooks
 from ..check import tensors
 from ..check.call import expected_bucket
@@ -19,7 +19,7 @@ from ..weights.expert_weights import ExpertWeights, key_of
 from .lora import Lora, adapters_given, scales_of
 
 if TYPE_CHECKING:
-    from ...kernels.contract.activations import Activation
+    from ...kernels.activations import Activation
     from ..weights.quantized_rows import QuantizedRows
 
 _tracing = torch.compiler.is_dynamo_compiling

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import Layout, bucket_of
+from ...artifacts.records import Layout, bucket_of
 from .. import hooks
 from ..check import tensors
 from ..check.call import autocast, check_fusions, expected_bucket, form_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from ...artifacts.records.problem import Layout
+from ...artifacts.records import Layout
 from ..check import tensors as check_tensors
 from ..check.call import Call, Fusions
 from ..check.tensors import address_of

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch.autograd import forward_ad
 
+from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Layout
-from ...artifacts.tuples import NamedTuple
+from ...artifacts.records import DType, Layout
 
 if TYPE_CHECKING:
     from ..weights.expert_weights import ExpertWeights

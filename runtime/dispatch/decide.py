@@ -11,15 +11,13 @@ import logging
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
+from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import ProblemNotInBundle
-from ...artifacts.names import printable
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
-from ...artifacts.records.target import LocalGpu
-from ...artifacts.tuples import NamedTuple
+from ...artifacts.limits import printable
+from ...artifacts.records import DType, Fusion, Layout, LocalGpu, Op, Problem, bucket_of
 from ...kernels import registry
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, has_aligned_rows
-from ...kernels.contract.spec import code_of
+from ...kernels.entry import ALIGNMENT_BYTES, has_aligned_rows
+from ...kernels.spec import code_of
 from .. import hooks
 from ..locks import lock
 from .places import Kind

@@ -16,17 +16,15 @@ import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import BundleError
-from ...artifacts.records.bundle import Timed, Variant
-from ...artifacts.records.problem import Problem
-from ...artifacts.records.target import Gpu, LocalGpu, gpus_apart
-from ...artifacts.tuples import NamedTuple
+from ...artifacts.records import Gpu, LocalGpu, Problem, Timed, Variant, gpus_apart
+from ...kernels import chips
 from ...kernels import neighbours as cost
-from ...kernels.contract.config import Config, config_of
-from ...kernels.contract.launch_abi import has_aligned_rows
-from ...kernels.hardware import chips
-from ...kernels.hardware.chips import Chip
+from ...kernels.chips import Chip
+from ...kernels.entry import has_aligned_rows
 from ...kernels.neighbours import Evidence
+from ...kernels.spec import Config, config_of
 from .places import Kind
 from .snapshot import Rejected, Snapshot, Usable, View
 

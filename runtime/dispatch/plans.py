@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import contextlib
 
-from ...artifacts.records.bundle import Way, planned
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Problem, RowOp, bucket_of
-from ...artifacts.records.target import LocalGpu
-from ...artifacts.tuples import NamedTuple
-from ...kernels.contract.spec import code_of, takes_codes_of_x
-from ...kernels.hardware.arch import ARCHS, Feature
+from ...artifacts.classes import NamedTuple
+from ...artifacts.records import DType, Fusion, LocalGpu, Problem, RowOp, Way, bucket_of, planned
+from ...kernels.arch import ARCHS, Feature
 from ...kernels.registry import has_code
 from ...kernels.rowops import CODE_OPS, dtype_of
+from ...kernels.spec import code_of, takes_codes_of_x
 from . import rowops
 from .decide import Decision, settle
 from .ranking import Candidate, Match, in_order, why_not
@@ -188,7 +185,7 @@ def modelled_is_faster(
     """Whether quantised x is faster where the cost model chose both kernels."""
     if (coded.match, ran.match) != (Match.COST_MODEL, Match.COST_MODEL):
         return False
-    from ...kernels.hardware.chips import chip_named
+    from ...kernels.chips import chip_named
     from ...kernels.plans import quantised_is_faster  # here, as bundles have plans for what they were built for
 
     chip = chip_named(local.gpu.name)

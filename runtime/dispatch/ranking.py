@@ -28,28 +28,23 @@ it knows nothing. What it has modelled is chosen anew among all variants, for th
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
-from ...artifacts.records.bundle import Choice, PlanRow, Source, Variant
-from ...artifacts.records.problem import Fusion, Op, Problem
-from ...artifacts.records.target import Gpu, LocalGpu, gpus_apart
-from ...artifacts.tuples import NamedTuple
-from ...kernels import registry
-from ...kernels.contract import launch_abi
-from ...kernels.contract.config import Config, Schedule, config_of
-from ...kernels.contract.spec import Spec, code_of, gemm_of
-from ...kernels.hardware import arch
+from ...artifacts.classes import IntEnum, NamedTuple
+from ...artifacts.records import Choice, Fusion, Gpu, LocalGpu, Op, PlanRow, Problem, Source, Variant, gpus_apart
+from ...kernels import arch, registry
+from ...kernels.entry import READS_ABI, torch_multiplies
+from ...kernels.spec import Config, Schedule, Spec, code_of, config_of, gemm_of
 from .. import verdicts
 from .places import Kind
 from .snapshot import Snapshot, Usable, View
 
 if TYPE_CHECKING:
-    from ...kernels.contract.order import Order
+    from ...kernels.chips import Chip
     from ...kernels.cost_model import Ranker
-    from ...kernels.hardware.chips import Chip
+    from ...kernels.entry import Order
     from .neighbours import Near, Neighbourhood
 
     _Fitting: TypeAlias = list[tuple[Usable, int, Variant]]
@@ -61,7 +56,7 @@ MOST_IDLE = 2048  # programs without a tile: each costs 1 ns or more, as one of 
 _SMALL = 64  # an N and a K that every kernel can do
 
 
-class Origin(enum.IntEnum):
+class Origin(IntEnum):
     """Where a candidate's claim comes from, best first."""
 
     THIS_GPU = 0
@@ -71,7 +66,7 @@ class Origin(enum.IntEnum):
     COMPILED = 4
 
 
-class Match(enum.IntEnum):
+class Match(IntEnum):
     """How near a candidate is to what was asked, best first."""
 
     EXACT = 0
@@ -238,7 +233,7 @@ def idles(variant: Variant, problem: Problem, M: int, bucket: int) -> bool:
 
 def torch_runs(problem: Problem, sm: int) -> bool:
     """Whether torch's grouped_mm can compute a problem on a capability without a synchronisation."""
-    return arch.torch_groups(sm) and launch_abi.torch_multiplies(problem)
+    return arch.torch_groups(sm) and torch_multiplies(problem)
 
 
 class _RankedChoice(NamedTuple):
@@ -382,7 +377,7 @@ def _is_able(variant: Variant, problem: Problem) -> bool:
 
 def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: bool) -> str | None:
     """Why this variant can't run the call, or None."""
-    first, last = launch_abi.READS_ABI
+    first, last = READS_ABI
     if not first <= variant.abi <= last:
         return f"its launch ABI is {variant.abi}, this version launches {first}-{last}"
     config = config_of(variant.config)
@@ -409,9 +404,9 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
     key = (id(view), problem.op, problem.dtype, problem.layout, problem.fusion, aligned, local)
     cached: _Ranked | None = snapshot.rankers.get(key)
     if cached is None:
-        from ...kernels.cost.resources import Resources
+        from ...kernels import chips
+        from ...kernels.cost import Resources
         from ...kernels.cost_model import Ranker  # here, as most calls are answered by a choice of a bundle
-        from ...kernels.hardware import chips
 
         kind = problem._replace(E=1, N=_SMALL, K=_SMALL)
         variants = [
@@ -434,7 +429,7 @@ def _fits(usable: Usable, variant: Variant) -> bool:
         return True
     if Fusion.SILU in variant.fusion:  # it runs where times say so, and candidates have no times
         return False
-    from ...kernels.cost.resources import rejection  # here, as most processes have a bundle for all that they call
+    from ...kernels.cost import rejection  # here, as most processes have a bundle for all that they call
 
     return rejection(variant, arch.arch_of(usable.bundle.target.sm)) is None
 

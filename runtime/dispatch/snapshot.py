@@ -10,20 +10,19 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import BundleError, TargetMismatch
-from ...artifacts.names import printable
-from ...artifacts.records.problem import Fusion, Problem
-from ...artifacts.tuples import NamedTuple
+from ...artifacts.limits import printable
+from ...artifacts.records import Fusion, Problem
 from .. import hooks, verdicts
 from ..locks import lock
 from ..settings import TRUSTED_KEYS, Invariance, Settings, settings
 from .places import Found, Kind, Place, candidates, installed_places, places, scan, unusable
 
 if TYPE_CHECKING:
-    from ...artifacts.files.bundle_file import BundleFile
-    from ...artifacts.files.signature import Keys
-    from ...artifacts.records.bundle import Choice, Variant
-    from ...artifacts.records.target import LocalGpu
+    from ...artifacts.bundle_file import BundleFile
+    from ...artifacts.records import Choice, LocalGpu, Variant
+    from ...artifacts.signature import Keys
     from ...kernels.rowops import RowOpSpec
 
 _log = logging.getLogger(__name__)
@@ -345,7 +344,7 @@ def take(read: Settings, without: Path | None = None) -> Snapshot:
     """A new snapshot of the places that ``read`` names, but for the file ``without``; its keys are read first."""
     keys = None
     if read.trusted_keys is not None:
-        from ...artifacts.files.signature import read_keys  # here, as most processes want no signature
+        from ...artifacts.signature import read_keys  # here, as most processes want no signature
 
         keys = read_keys(str(read.trusted_keys), f"{TRUSTED_KEYS}={read.trusted_keys}")
         for fault in keys.faults:

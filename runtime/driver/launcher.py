@@ -14,9 +14,9 @@ from operator import itemgetter
 from typing import Any, TypeAlias
 
 from ...artifacts.errors import CudaError
-from ...artifacts.records.bundle import TensorMap, Variant
-from ...kernels.contract.entry import TensorShape
-from ...kernels.hardware.arch import probes_far
+from ...artifacts.records import TensorMap, Variant
+from ...kernels.arch import probes_far
+from ...kernels.entry import TensorShape
 from . import cuda
 from .device import device as device_of
 from .device import local_gpu

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ...artifacts.errors import BundleError, BundleUntrusted, CudaError, DriverTooOld, TargetMismatch
-from ...artifacts.files.signature import Keys, key_id
-from ...artifacts.names import printable
-from ...artifacts.records.target import LocalGpu, cuda_version
-from ...kernels.hardware import arch
+from ...artifacts.limits import printable
+from ...artifacts.records import LocalGpu, cuda_version
+from ...artifacts.signature import Keys, key_id
+from ...kernels import arch
 from .. import settings
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.places import REINSTALL, Found, Kind, Place, unusable

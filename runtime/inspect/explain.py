@@ -8,11 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...artifacts.errors import HostError, InputError, PretunedError
-from ...artifacts.records.precision import dtypes_of
-from ...artifacts.records.problem import Fusion, Op, Problem, bucket_of
-from ...artifacts.records.target import Gpu, LocalGpu
-from ...kernels.contract.spec import takes_codes_of_x
-from ...kernels.hardware import arch, chips
+from ...artifacts.records import Fusion, Gpu, LocalGpu, Op, Problem, bucket_of, dtypes_of
+from ...kernels import arch, chips
+from ...kernels.spec import takes_codes_of_x
 from .. import settings, verdicts
 from ..dispatch import compiled, plans
 from ..dispatch import snapshot as bundles

@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import PRECISIONS, DType, dtypes_of
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
-from ...artifacts.tuples import NamedTuple
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES
-from ...kernels.contract.spec import code_of
+from ...artifacts.records import PRECISIONS, DType, Fusion, Layout, Op, Problem, bucket_of, dtypes_of
+from ...kernels.entry import ALIGNMENT_BYTES
 from ...kernels.rowops import CODE_OPS
+from ...kernels.spec import code_of
 from ..check.call import MAX_RANK
 from ..dispatch.decide import with_low_part
 from ..dispatch.ranking import Candidate, modelled
 from ..dispatch.snapshot import Rejected
 
 if TYPE_CHECKING:
-    from ...artifacts.records.target import LocalGpu
+    from ...artifacts.records import LocalGpu
     from ..dispatch.snapshot import Snapshot
 
 _ITEM_BYTES = 2  # of what such code reads

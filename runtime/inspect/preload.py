@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
+from ...artifacts.bundle_file import BundleFile
 from ...artifacts.errors import BundleError, HostError, InputError, ProblemNotInBundle
-from ...artifacts.files.bundle_file import BundleFile
-from ...artifacts.names import PART
-from ...artifacts.records.bundle import Model
-from ...artifacts.records.precision import DType, dtypes_of
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, buckets_between
-from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.launch_abi import has_aligned_rows
+from ...artifacts.limits import PART
+from ...artifacts.records import DType, Fusion, Layout, LocalGpu, Model, Op, Problem, RowOp, buckets_between, dtypes_of
+from ...kernels.entry import has_aligned_rows
 from ...kernels.rowops import WEIGHT_OPS, dtype_of
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.decide import forms_of

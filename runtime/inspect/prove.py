@@ -23,8 +23,8 @@ from subprocess import DEVNULL
 from typing import Any
 
 from ...artifacts.errors import CudaError, HostError
-from ...artifacts.names import printable
-from ...artifacts.records.target import LocalGpu
+from ...artifacts.limits import printable
+from ...artifacts.records import LocalGpu
 from .. import verdicts
 from ..dispatch import snapshot as dispatch_snapshot
 from .doctor import gpus_and_driver

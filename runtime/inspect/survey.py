@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
+from ...artifacts.bundle_file import BundleFile
 from ...artifacts.errors import BundleError
-from ...artifacts.files.bundle_file import BundleFile
-from ...artifacts.records.bundle import Variant
-from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.launch_abi import READS_ABI
-from ...kernels.hardware import arch
-from ...kernels.launchable import unlaunchable
+from ...artifacts.records import LocalGpu, Variant
+from ...kernels import arch
+from ...kernels.entry import READS_ABI
+from ...kernels.registry import unlaunchable
 from .. import verdicts
 from ..dispatch.places import Kind
 from ..dispatch.snapshot import Snapshot

@@ -7,14 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...artifacts.records.bundle import Choice, Variant
-from ...artifacts.records.precision import DType, dtypes_of
-from ...artifacts.records.problem import Fusion, Layout, Problem, RowOp, bucket_of
-from ...artifacts.records.target import LocalGpu, same_gpu
-from ...artifacts.tuples import NamedTuple
+from ...artifacts.classes import NamedTuple
+from ...artifacts.records import (
+    Choice,
+    DType,
+    Fusion,
+    Layout,
+    LocalGpu,
+    Problem,
+    RowOp,
+    Variant,
+    bucket_of,
+    dtypes_of,
+    same_gpu,
+)
 from ...kernels import plans as rule
-from ...kernels.contract.spec import code_of
-from ...kernels.hardware.chips import chip_named
+from ...kernels.chips import chip_named
+from ...kernels.spec import code_of
 from ..dispatch import plans
 from ..dispatch.decide import Decision, settle
 from ..dispatch.plans import Planned

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..artifacts.errors import InputError
-from ..artifacts.records.precision import PRECISIONS, DType, Scale, dtypes_of
+from ..artifacts.records import PRECISIONS, DType, Scale, dtypes_of
 from ..runtime.api.expert_weights import ExpertWeights
 from ..runtime.weights.codes import unpack
 from ..runtime.weights.packings import awq_experts, gptq_experts, packed_experts

@@ -9,10 +9,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..artifacts.errors import InputError
-from ..artifacts.records.precision import DType, dtypes_of
-from ..artifacts.records.problem import Layout, Op, Problem, buckets_between
-from ..artifacts.records.target import LocalGpu
-from ..kernels.hardware.arch import refusal
+from ..artifacts.records import DType, Layout, LocalGpu, Op, Problem, buckets_between, dtypes_of
+from ..kernels.arch import refusal
 from ..kernels.hopper_w4a16 import padded_width
 from ..kernels.registry import has_code
 from ..kernels.rowops import CODE_OPS

@@ -6,14 +6,12 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ...artifacts.bundle_file import BundleFile
 from ...artifacts.errors import BundleError, DriverTooOld
-from ...artifacts.files.bundle_file import BundleFile
-from ...artifacts.format.wire import corrupt
-from ...artifacts.records.bundle import Variant
-from ...artifacts.records.problem import Problem, RowOp
-from ...artifacts.records.target import Gpu, LocalGpu, cuda_version
-from ...kernels.hardware.arch import ARCHS, arch_of
-from ...kernels.launchable import undeclared
+from ...artifacts.records import Gpu, LocalGpu, Problem, RowOp, Variant, cuda_version
+from ...artifacts.wire import corrupt
+from ...kernels.arch import ARCHS, arch_of
+from ...kernels.registry import undeclared
 from .. import verdicts
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.decide import Miss, decide

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...artifacts.records.problem import Fusion, Layout
-from ...artifacts.tuples import NamedTuple
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, is_aligned
+from ...artifacts.classes import NamedTuple
+from ...artifacts.records import Fusion, Layout
+from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
 from ..check.tensors import row_stride
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import local_gpu, platform_supported
@@ -34,7 +34,7 @@ from .ready import (
 )
 
 if TYPE_CHECKING:
-    from ...kernels.contract.activations import Activation
+    from ...kernels.activations import Activation
     from ..check.call import Rows
     from ..dispatch.pin import Pin
     from ..dispatch.snapshot import Usable

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from ...artifacts.tuples import NamedTuple
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES
+from ...artifacts.classes import NamedTuple
+from ...kernels.entry import ALIGNMENT_BYTES
 from .. import hooks
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import allocator, capturing, current_stream, device_is_current, only_device, without_autocast

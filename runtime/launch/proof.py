@@ -20,16 +20,13 @@ from collections.abc import Iterator
 
 import torch
 
+from ...artifacts.bundle_file import BundleFile
+from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import CudaError
-from ...artifacts.files.bundle_file import BundleFile
-from ...artifacts.names import printable
-from ...artifacts.records.bundle import Variant
-from ...artifacts.records.precision import PRECISIONS, dtypes_of
-from ...artifacts.records.problem import Fusion, Layout, Op, RowOp
-from ...artifacts.records.target import LocalGpu, cuda_version
-from ...artifacts.tuples import NamedTuple
+from ...artifacts.limits import printable
+from ...artifacts.records import PRECISIONS, Fusion, Layout, LocalGpu, Op, RowOp, Variant, cuda_version, dtypes_of
 from ...kernels import reference
-from ...kernels.contract.spec import takes_codes_of_x
+from ...kernels.spec import takes_codes_of_x
 from .. import verdicts
 from ..driver import cuda
 from ..driver.cuda import Unfinished

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
-from ...kernels.contract.activations import Activation
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, is_aligned
+from ...artifacts.records import DType, Fusion, Layout, Op, Problem, RowOp
+from ...kernels.activations import Activation
+from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
 from ...kernels.hopper_w4a16 import prepares
 from ...kernels.rowops import ANY_ROWS, CODE_OPS, PICKED
 from ..check.tensors import address_of, row_stride
@@ -201,9 +200,9 @@ def problems_of(w: ExpertWeights, x: torch.Tensor, forward: Fusion, dx: Fusion) 
 
     Before a forward with prepared weights rows are gathered.
     """
-    from ...kernels.contract.spec import Spec, code_of
     from ...kernels.registry import refusal  # here, as only tuning asks
     from ...kernels.search import candidates
+    from ...kernels.spec import Spec, code_of
 
     if not w.kernel_dtypes or x.dtype is not torch.bfloat16:
         return ()

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
-from ...artifacts.tuples import NamedTuple
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, TORCH_GROUPS, is_aligned
+from ...artifacts.classes import NamedTuple
+from ...artifacts.records import DType, Fusion, Layout, Op, Problem, RowOp, bucket_of
+from ...kernels.entry import ALIGNMENT_BYTES, TORCH_GROUPS, is_aligned
 from .. import hooks, settings
 from ..check.tensors import DTYPES, check_cuda_dtype, row_stride
 from ..dispatch import snapshot as dispatch_snapshot
@@ -270,7 +269,7 @@ def ready_for_weight(
 
 def of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Ready:
     """A kernel for a product of rows, whose w may be quantised."""
-    from ...kernels.contract.spec import gemm_of
+    from ...kernels.spec import gemm_of
     from . import gemm
 
     view = gemm_of(problem)
@@ -385,7 +384,7 @@ def is_by_torch(problem: Problem, M: int, device: int) -> bool:
 
 def grouped_mm(dtype: torch.dtype, sm: int, E: int) -> Callable[..., torch.Tensor] | None:
     """torch's own grouped GEMM, where it does not synchronise: bf16 on 9.x and 10.x, aligned; else None."""
-    from ...kernels.hardware.arch import torch_groups  # here, as few calls need it
+    from ...kernels.arch import torch_groups  # here, as few calls need it
 
     if dtype is not torch.bfloat16 or not torch_groups(sm) or E > TORCH_GROUPS:
         return None
@@ -427,7 +426,7 @@ def problem_of(
 
     ``quantised`` is what kernels read of quantised weights.
     """
-    from ...kernels.contract.spec import code_of
+    from ...kernels.spec import code_of
 
     code = code_of(op, fusion)
     if quantised is not None:

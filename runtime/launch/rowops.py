@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import RowOp
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, is_aligned
+from ...artifacts.records import DType, RowOp
+from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
 from ...kernels.rowops import NARROW, USED, WEIGHTED
 from ..check import tensors as check_tensors
 from ..check.tensors import DTYPES

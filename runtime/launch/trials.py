@@ -14,12 +14,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...artifacts.records.bundle import Variant
-from ...artifacts.records.precision import DType, Scale
-from ...artifacts.records.problem import RowOp
-from ...artifacts.tuples import NamedTuple
+from ...artifacts.classes import NamedTuple
+from ...artifacts.records import DType, RowOp, Scale, Variant
 from ...kernels import reference, rowops
-from ...kernels.contract.activations import KINDS, Activation
+from ...kernels.activations import KINDS, Activation
 from ...kernels.hopper_w8a8_block import scale_columns
 from ..driver import cuda
 from ..driver.rowops import RowOpLauncher

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import RowOp
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, is_aligned
+from ...artifacts.records import DType, RowOp
+from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
 from ...kernels.rowops import BACK, FP16_WEIGHTS, FP32_WEIGHTS, PREPARED, RowOpSpec, dtype_of, tiles
 from ..driver.device import current_stream, on
 from ..weights import writing

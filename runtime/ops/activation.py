@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import RowOp
-from ...artifacts.tuples import NamedTuple
+from ...artifacts.records import RowOp
 from ...kernels import reference, rowops
-from ...kernels.contract.activations import KINDS, Activation, activation_of
+from ...kernels.activations import KINDS, Activation, activation_of
 from ..check import tensors
 from ..check.saved import Saved
 from ..driver.device import on

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ...artifacts.records.problem import Layout, Op
-from ...artifacts.tuples import NamedTuple
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES
+from ...artifacts.classes import NamedTuple
+from ...artifacts.records import Layout, Op
+from ...kernels.entry import ALIGNMENT_BYTES
 from ..check.call import Rows
 from ..launch.program import NOW, Now
 from .products import new_rows, rows, with_low_part

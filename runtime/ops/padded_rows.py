@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Layout, Op, RowOp
-from ...artifacts.tuples import NamedTuple
+from ...artifacts.classes import NamedTuple
+from ...artifacts.records import DType, Layout, Op, RowOp
 from ..check import tensors
 from ..check.call import Rows
 from ..check.saved import Frozen, Saved

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import RowOp
-from ...artifacts.tuples import NamedTuple
+from ...artifacts.classes import NamedTuple
+from ...artifacts.records import DType, RowOp
 from ...kernels.rowops import ADDS, COUNTS, PLACES, SORTED_EXPERTS
 from ..check import tensors
 from ..driver.device import allocator, current_stream, on

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import RowOp
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, is_aligned
+from ...artifacts.records import DType, RowOp
+from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
 from ...kernels.rowops import CLEARED_ROWS, NAMES
 from ..driver.device import current_stream, on
 from ..launch import rowops

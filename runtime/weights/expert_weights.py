@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import PRECISIONS, DType, Precision, dtypes_of
+from ...artifacts.records import PRECISIONS, DType, Precision, dtypes_of
 from ..locks import lock
 from .validate import (
     as_bytes,

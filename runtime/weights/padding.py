@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ...artifacts.records.precision import Elements, Scale
+from ...artifacts.records import Elements, Scale
 from .codes import pack
 from .expert_weights import ExpertWeights
 from .validate import bad

@@ -27,8 +27,8 @@ from sglang.srt.layers.moe.utils import (
 from sglang.srt.runtime_context import get_flags, get_server_args
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import DType
-from ...kernels.contract.activations import Activation
+from ...artifacts.records import DType
+from ...kernels.activations import Activation
 from ...kernels.hopper_w4a16 import SIZES, prepares
 from ...runtime.api.experts import experts_mlp
 from ...runtime.api.moe import moe_mlp

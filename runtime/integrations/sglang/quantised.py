@@ -20,7 +20,7 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import create_moe_dispatcher
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import PRECISIONS
+from ...artifacts.records import PRECISIONS
 from ...runtime.ops.activation import RowActivation
 from ...runtime.weights.checkpoints import gptq_zeros
 from ...runtime.weights.codes import unpack

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ...artifacts.errors import InputError, PretunedError
-from ...artifacts.records.problem import Layout, Op, Problem
+from ...artifacts.records import Layout, Op, Problem
 from ...runtime.api.grouped_gemm import grouped_gemm
 from ...runtime.api.lora import Lora
 from ...runtime.api.moe import moe_mlp

@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules import module as modules
 
-from ...artifacts.code.syntax import function_sha256
 from ...artifacts.errors import InputError
-from ...kernels.contract.activations import UNGATED, Activation
+from ...artifacts.syntax import function_sha256
+from ...kernels.activations import UNGATED, Activation
 from ...runtime.ops.activation import RowActivation
 
 # A name in a namespace, and what it meant when the code that reads it was recognised.

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from ...artifacts.errors import HostError
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+from ...artifacts.records import DType, Fusion, Layout, Op, Problem
 from ...runtime.api.gradients import grouped_gemm_dW as _dW
 from ...runtime.api.gradients import grouped_gemm_dX as _dX
 from ...runtime.api.grouped_gemm import grouped_gemm as _grouped_gemm
@@ -29,7 +28,7 @@ from ...runtime.driver.device import local_gpu
 from .cache import clear_cache, load_cached_config, save_cached_config
 
 if TYPE_CHECKING:
-    from ...kernels.contract.config import Config
+    from ...kernels.spec import Config
 
 __all__ = [
     "GroupedGemm",
@@ -73,7 +72,7 @@ class KernelConfig:
     @property
     def knobs(self) -> dict[str, int]:
         """The preference by the names of a ``Config``'s knobs."""
-        from ...kernels.contract.config import Loads
+        from ...kernels.spec import Loads
 
         named = {"block_m": self.BLOCK_SIZE_M, "block_n": self.BLOCK_SIZE_N, "block_k": self.BLOCK_SIZE_K}
         loads = any(getattr(self, f"use_tma_load_{name}", False) for name in ("w", "x", "dy"))

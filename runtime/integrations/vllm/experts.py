@@ -24,8 +24,8 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from vllm.platforms import current_platform
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import DType
-from ...kernels.contract.activations import Activation
+from ...artifacts.records import DType
+from ...kernels.activations import Activation
 from ...runtime.api.experts import experts_mlp
 from ...runtime.api.moe import moe_mlp
 from ...runtime.check.tensors import DTYPES

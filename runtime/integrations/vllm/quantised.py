@@ -26,7 +26,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import PRECISIONS
+from ...artifacts.records import PRECISIONS
 from ...runtime.ops.activation import RowActivation
 from ...runtime.weights.checkpoints import gptq_zeros
 from ...runtime.weights.expert_weights import ExpertWeights

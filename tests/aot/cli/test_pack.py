@@ -20,8 +20,8 @@ import signing
 
 from pretuned.aot.pack.image import tag
 from pretuned.aot.pack.package import contents
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.format import codec
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
 
 
 @pytest.fixture

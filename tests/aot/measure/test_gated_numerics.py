@@ -8,8 +8,7 @@ import torch
 from pretuned.aot.measure.calls import Tensors
 from pretuned.aot.measure.inputs import activations, routed_rows, weights
 from pretuned.aot.measure.numerics import GatedNumericsCheck
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem
+from pretuned.artifacts.records import PLAIN_LAYOUTS, DType, Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
 
 E, N, K = 16, 784, 512  # 392 columns of y: the last group of 64 is cut off

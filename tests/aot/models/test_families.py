@@ -20,7 +20,7 @@ from pretuned.aot.models.families import EXPERTS, PER_TOKEN, WIDTHS
 from pretuned.aot.models.hf_config import layers_of
 from pretuned.aot.models.layer import ExpertLayer
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import Layout
+from pretuned.artifacts.records import Layout
 
 INTERFACE = families()
 pytestmark = [

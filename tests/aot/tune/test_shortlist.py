@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pretuned.aot.tune.shortlist import SHARE, Winners, contenders
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.kernels.contract.config import Config, Loads
+from pretuned.artifacts.records import DType, Fusion, Op, Problem
+from pretuned.kernels.spec import Config, Loads
 
 PROBLEM = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048)
 # The model's order at M = 64: decode tiles first.
