@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import struct
 
-from .classes import NamedTuple
 from .limits import MAX_NAME_CHARS
 from .records import Target
+from .tuples import NamedTuple
 
 EM_CUDA = 190
 _HEADER = struct.Struct("<4sBBBBB7xHHIQQQI6xHHH")  # an ELF64 file header: e_shoff, e_flags, e_shentsize, e_shnum, ...

@@ -10,13 +10,14 @@ Letters in all modules: E experts, M rows, N output columns, K reduction, T toke
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from .classes import Enum, Flag, IntEnum, NamedTuple
+from .tuples import NamedTuple
 
 
-class DType(Enum):
+class DType(enum.Enum):
     """The dtype of a problem's operands: a name in ``PRECISIONS``.
 
     With the first four, x, w and y have one type; ``TF32`` is fp32 in memory, multiplied in tf32. With the others w is
@@ -41,6 +42,8 @@ class DType(Enum):
     FP8_BLOCK_A16 = "fp8_block_a16"
     FP8_CHANNEL = "fp8_channel"
     FP8_CHANNEL_A16 = "fp8_channel_a16"
+
+    __hash__ = object.__hash__  # see Op
 
     @property
     def itemsize(self) -> int:
@@ -174,7 +177,7 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
-class Op(Enum):
+class Op(enum.Enum):
     """One of the three grouped GEMMs of an MoE layer.
 
     - ``FORWARD``: y[g] = x[g] @ w[g].T
@@ -186,8 +189,10 @@ class Op(Enum):
     DX = "dX"
     DW = "dW"
 
+    __hash__ = object.__hash__  # members are singletons; enum's own hash is slow, and problems are keys everywhere
 
-class RowOp(Enum):
+
+class RowOp(enum.Enum):
     """A row kernel of an MoE layer: it works on any number of rows and columns around the grouped GEMMs.
 
     - ``GATHER``: out[i] = x[token of row i]
@@ -227,7 +232,7 @@ class RowOp(Enum):
     LARGEST_WEIGHT = "largest_weight"
 
 
-class Layout(Enum):
+class Layout(enum.Enum):
     """The memory layout of w: ``NK`` is [E, N, K] with K contiguous, ``KN`` is [E, K, N] with N contiguous.
 
     Quantised weights are [E, N, K]. ``STORED`` is the checkpoint's order of codes; ``NK`` are prepared weights, in the
@@ -238,11 +243,13 @@ class Layout(Enum):
     KN = "kn"
     STORED = "stored"
 
+    __hash__ = object.__hash__
+
 
 PLAIN_LAYOUTS = (Layout.NK, Layout.KN)  # of w that is not quantised
 
 
-class Fusion(Flag):
+class Fusion(enum.Flag):
     """Work that a kernel does in addition to the product. A bundle stores the flags' value."""
 
     NONE = 0
@@ -252,6 +259,8 @@ class Fusion(Flag):
     BIAS = 8  # bias[g] of [E, N] is added to each row
     SILU = 16  # y is [M, N/2]: silu(gate) * up of the product's left and right half of columns
     LOW_RANK = 32  # a LoRA adapter of rank r: u[m] @ b[g].T is added to each row, u [M, r] and b [E, N, r]
+
+    __hash__ = object.__hash__
 
 
 class Problem(NamedTuple):
@@ -402,7 +411,7 @@ _HELD_DIGITS = 16
 _MOST_HELD = 10  # digests: an option has at most 200 characters
 
 
-class Source(Enum):
+class Source(enum.Enum):
     """Whether a choice was measured on a GPU or computed by the cost model. A modelled choice is never called tuned."""
 
     MEASURED = "measured"
@@ -453,7 +462,7 @@ class Variant(NamedTuple):
     cubin_sha256: bytes
 
 
-class Way(IntEnum):
+class Way(enum.IntEnum):
     """A way to run a call other than by the choice's own variant. A bundle stores the member's value."""
 
     ROWS_FIRST = 0  # a row kernel gathers the rows of x, then a variant without a gather multiplies them

@@ -14,10 +14,10 @@ import re
 import stat
 
 from . import trust
-from .classes import NamedTuple
 from .errors import BundleError, BundleUntrusted, InputError
 from .limits import MAX_KEYS
 from .publishing import at_once
+from .tuples import NamedTuple
 
 SUFFIX = ".sig"
 KEY_SUFFIXES = (".pem", ".pub")

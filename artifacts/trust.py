@@ -13,9 +13,9 @@ import struct
 from collections import deque
 from pathlib import Path
 
-from .classes import NamedTuple
 from .errors import BundleUnreadable, BundleUntrusted
 from .limits import MAX_LINKS
+from .tuples import NamedTuple
 
 _NO_GROUP = "chmod g-w"
 _UNMAPPED = 2**32 - 1  # the id in an ACL of a user or group that the user namespace does not map

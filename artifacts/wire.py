@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import msgpack
 
-from .classes import NamedTuple
 from .errors import BundleCorrupt, BundleTooNew, BundleTooOld
 from .limits import FORMAT, MAX_FILE_BYTES, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_FORMAT, is_identifier
+from .tuples import NamedTuple
 
 V = TypeVar("V")
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
-from ..artifacts.classes import NamedTuple
 from ..artifacts.errors import InputError
+from ..artifacts.tuples import NamedTuple
 
 # A row kernel's flags have an activation's index in this tuple; kernels/rowops/activation.py has the same values.
 KINDS = ("silu", "gelu", "gelu_tanh", "swiglu", "relu2", "situ", "swiglustep")

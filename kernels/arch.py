@@ -6,15 +6,16 @@ Other modules ask ``arch_of(sm).has(Feature.WGMMA)`` and never compare a capabil
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 
-from ..artifacts.classes import Enum, NamedTuple
 from ..artifacts.records import Target
+from ..artifacts.tuples import NamedTuple
 
 KIB = 1024
 
 
-class Feature(Enum):
+class Feature(enum.Enum):
     """A feature that some architectures have and others lack."""
 
     TMA = "tma"  # one thread's copies of boxes of a tensor, through a descriptor
@@ -26,7 +27,7 @@ class Feature(Enum):
     FAR_TMA = "far_tma"  # with some drivers a small tensor's descriptor may touch memory behind the tensor
 
 
-class Generation(Enum):
+class Generation(enum.Enum):
     """A group of architectures with similar performance: cost constants and lists of candidates are kept for each."""
 
     AMPERE = "ampere"  # sm_80, with HBM

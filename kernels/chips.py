@@ -6,8 +6,8 @@ share that kernels reach is in the cost model's constants (``kernels/cost.py``).
 
 from __future__ import annotations
 
-from ..artifacts.classes import NamedTuple
 from ..artifacts.records import Gpu
+from ..artifacts.tuples import NamedTuple
 from .arch import arch_of
 
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..artifacts.classes import NamedTuple
 from ..artifacts.records import RowOp, Variant
+from ..artifacts.tuples import NamedTuple
 from .arch import Arch, Generation, SmLimits, arch_of
 from .spec import MAX_EXPERTS, Config
 

@@ -16,8 +16,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 
-from ..artifacts.classes import NamedTuple
 from ..artifacts.records import DType, Fusion, Op, Problem
+from ..artifacts.tuples import NamedTuple
 from .arch import Feature, arch_of
 from .chips import Chip
 from .cost import (

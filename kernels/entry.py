@@ -39,8 +39,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from ..artifacts.classes import NamedTuple
 from ..artifacts.records import DType, Fusion, Layout, Op, Problem
+from ..artifacts.tuples import NamedTuple
 from .arch import Arch, Feature
 from .spec import FIELDS, RANGES, SIZES, Cache, Config, Edge, Loads, Schedule, Spec, TileRows, misfit
 

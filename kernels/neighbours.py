@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..artifacts.classes import NamedTuple
 from ..artifacts.records import DType, Op
+from ..artifacts.tuples import NamedTuple
 from .chips import Chip
 from .cost import join, mean_waves
 from .spec import Config, TileRows

@@ -34,8 +34,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from ..artifacts.classes import NamedTuple
 from ..artifacts.records import Bundle, Choice, Fusion, Gpu, Op, PlanRow, Problem, Source, Variant, Way, same_gpu
+from ..artifacts.tuples import NamedTuple
 from . import registry
 from .arch import ARCHS
 from .chips import Chip, chip_for, chip_named

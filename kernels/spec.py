@@ -5,21 +5,22 @@ Knobs are e.g. tile sizes, stages and schedule; a kernel's entry declares which 
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Mapping, Sequence
 
-from ..artifacts.classes import Enum, IntEnum, NamedTuple
 from ..artifacts.records import DType, Fusion, Layout, Op, Problem
+from ..artifacts.tuples import NamedTuple
 
 
-class Loads(IntEnum):
+class Loads(enum.IntEnum):
     """How operands are loaded into shared memory."""
 
     POINTER = 0
     TMA = 1  # through descriptors that the host encodes
 
 
-class Schedule(IntEnum):
+class Schedule(enum.IntEnum):
     """Which program or warpgroup computes which tile, in CUTLASS's words."""
 
     TILE = 0  # one program for each tile
@@ -36,21 +37,21 @@ class Schedule(IntEnum):
         return self >= Schedule.COOPERATIVE
 
 
-class Cache(IntEnum):
+class Cache(enum.IntEnum):
     """The L2 policy for lines of w, or in dW for lines of dw, where rows of many experts are also prefetched."""
 
     DEFAULT = 0
     EVICT_FIRST = 1  # the lines are used once: evict them first
 
 
-class Edge(IntEnum):
+class Edge(enum.IntEnum):
     """The width of dW's last column tile. Forward and dX always halve it if half is enough."""
 
     WHOLE = 0
     HALF = 1  # half a tile if that is enough
 
 
-class TileRows(IntEnum):
+class TileRows(enum.IntEnum):
     """The rows of a tile in forward and dX."""
 
     FIXED = 0  # ``block_m``
@@ -210,7 +211,7 @@ def misfit(name: str, value: int, allowed: Sequence[int]) -> str:
 
 
 def _shown(value: int) -> str:
-    return value.name if isinstance(value, Enum) else str(value)
+    return value.name if isinstance(value, enum.Enum) else str(value)
 
 
 @functools.lru_cache(maxsize=4096)

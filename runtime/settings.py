@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..artifacts.classes import NamedTuple
+from ..artifacts.tuples import NamedTuple
 from .locks import lock
 
 BATCH_INVARIANT = "PRETUNED_BATCH_INVARIANT"

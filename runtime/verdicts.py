@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from ..artifacts.classes import NamedTuple
 from ..artifacts.errors import HostError, LockBusy
+from ..artifacts.tuples import NamedTuple
 from . import hooks
 from .locks import lock
 from .settings import settings

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...artifacts.classes import Enum
 from ...artifacts.limits import is_text
 from ...artifacts.records import Bundle, Choice, Gpu, Kernel, Model, Problem, Producer, Source, Target, Variant
 from ...kernels.plans import with_plans
@@ -181,7 +181,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 def _model_key(model: Model) -> tuple[object, ...]:
     values = model._replace(problems=())
-    return tuple(value.value if isinstance(value, Enum) else value for value in values)
+    return tuple(value.value if isinstance(value, enum.Enum) else value for value in values)
 
 
 def is_fallback(variant: Variant) -> bool:

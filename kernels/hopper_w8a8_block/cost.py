@@ -7,8 +7,8 @@ This and the memory's time are joined by a p-norm, like in ``cost_model.py``. Pu
 
 from __future__ import annotations
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.records import Problem
+from ...artifacts.tuples import NamedTuple
 from ..chips import Chip
 from ..cost import Resources, expected_rows, handed_out, join
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.records import Problem
+from ...artifacts.tuples import NamedTuple
 from ..chips import Chip
 from ..codes import BLOCK
 from ..cost import Resources, expected_rows, handed_out, join

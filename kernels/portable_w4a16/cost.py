@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.records import Layout, Problem
+from ...artifacts.tuples import NamedTuple
 from ..arch import Feature, arch_of
 from ..chips import Chip
 from ..codes import BLOCK

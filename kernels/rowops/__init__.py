@@ -44,8 +44,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.records import DType, Fusion, Layout, Op, RowOp
+from ...artifacts.tuples import NamedTuple
 from ..entry import Entry
 
 # ``flags``: the activation in the lowest bits, then options. kernels/rowops/activation.py has the same values.

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import HostError, ProblemNotInBundle
 from ...artifacts.limits import printable
 from ...artifacts.records import DType, dtypes_of
+from ...artifacts.tuples import NamedTuple
 from ...kernels.arch import ARCHS, Feature
 from .. import hooks
 from ..driver.device import local_gpu

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ...artifacts.classes import NamedTuple
+from ...artifacts.tuples import NamedTuple
 from ..check import tensors
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import InputError
 from ...artifacts.records import Fusion, Layout, Op, bucket_of
+from ...artifacts.tuples import NamedTuple
 from . import tensors
 from .tensors import bad, row_stride, tensors_or_none
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import InputError
+from ...artifacts.tuples import NamedTuple
 from .tensors import PLAIN, in_memory, rows_usable
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch.autograd import forward_ad
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import InputError
 from ...artifacts.records import DType, Layout
+from ...artifacts.tuples import NamedTuple
 
 if TYPE_CHECKING:
     from ..weights.expert_weights import ExpertWeights

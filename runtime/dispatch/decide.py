@@ -11,10 +11,10 @@ import logging
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import ProblemNotInBundle
 from ...artifacts.limits import printable
 from ...artifacts.records import DType, Fusion, Layout, LocalGpu, Op, Problem, bucket_of
+from ...artifacts.tuples import NamedTuple
 from ...kernels import registry
 from ...kernels.entry import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.spec import code_of

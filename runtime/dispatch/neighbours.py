@@ -16,9 +16,9 @@ import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import BundleError
 from ...artifacts.records import Gpu, LocalGpu, Problem, Timed, Variant, gpus_apart
+from ...artifacts.tuples import NamedTuple
 from ...kernels import chips
 from ...kernels import neighbours as cost
 from ...kernels.chips import Chip

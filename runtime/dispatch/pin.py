@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import InputError
 from ...artifacts.records import Fusion, Op, Problem
+from ...artifacts.tuples import NamedTuple
 from .snapshot import Rejected, Snapshot, Usable
 
 if TYPE_CHECKING:

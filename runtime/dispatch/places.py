@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import importlib.machinery
 import importlib.util
 import logging
@@ -14,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...artifacts import limits
-from ...artifacts.classes import Enum, NamedTuple
 from ...artifacts.errors import BundleError, BundleUnreadable, DriverTooOld, HostError, TargetMismatch
 from ...artifacts.limits import MAX_FILES, printable
+from ...artifacts.tuples import NamedTuple
 from ...kernels.arch import arch_of, refusal, supported
 from ..settings import Settings
 
@@ -37,7 +38,7 @@ _MAX_ENTRY_POINTS = 64  # of one package
 _log = logging.getLogger(__name__)
 
 
-class Kind(Enum):
+class Kind(enum.Enum):
     """The kinds of place, in the order in which they are asked."""
 
     NAMED = "PRETUNED_BUNDLES"

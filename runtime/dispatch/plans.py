@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.records import DType, Fusion, LocalGpu, Problem, RowOp, Way, bucket_of, planned
+from ...artifacts.tuples import NamedTuple
 from ...kernels.arch import ARCHS, Feature
 from ...kernels.registry import has_code
 from ...kernels.rowops import CODE_OPS, dtype_of

@@ -28,12 +28,13 @@ it knows nothing. What it has modelled is chosen anew among all variants, for th
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
-from ...artifacts.classes import IntEnum, NamedTuple
 from ...artifacts.records import Choice, Fusion, Gpu, LocalGpu, Op, PlanRow, Problem, Source, Variant, gpus_apart
+from ...artifacts.tuples import NamedTuple
 from ...kernels import arch, registry
 from ...kernels.entry import READS_ABI, torch_multiplies
 from ...kernels.spec import Config, Schedule, Spec, code_of, config_of, gemm_of
@@ -56,7 +57,7 @@ MOST_IDLE = 2048  # programs without a tile: each costs 1 ns or more, as one of 
 _SMALL = 64  # an N and a K that every kernel can do
 
 
-class Origin(IntEnum):
+class Origin(enum.IntEnum):
     """Where a candidate's claim comes from, best first."""
 
     THIS_GPU = 0
@@ -66,7 +67,7 @@ class Origin(IntEnum):
     COMPILED = 4
 
 
-class Match(IntEnum):
+class Match(enum.IntEnum):
     """How near a candidate is to what was asked, best first."""
 
     EXACT = 0

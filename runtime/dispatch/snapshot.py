@@ -10,10 +10,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import BundleError, TargetMismatch
 from ...artifacts.limits import printable
 from ...artifacts.records import Fusion, Problem
+from ...artifacts.tuples import NamedTuple
 from .. import hooks, verdicts
 from ..locks import lock
 from ..settings import TRUSTED_KEYS, Invariance, Settings, settings

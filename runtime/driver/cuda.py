@@ -13,8 +13,8 @@ from ctypes import POINTER, addressof, byref, c_char, c_char_p, c_int, c_size_t,
 from functools import cache
 from typing import Any
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import CudaError
+from ...artifacts.tuples import NamedTuple
 
 INVALID_CONTEXT = 201
 NO_DEVICE = 100

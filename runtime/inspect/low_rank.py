@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import InputError
 from ...artifacts.records import PRECISIONS, DType, Fusion, Layout, Op, Problem, bucket_of, dtypes_of
+from ...artifacts.tuples import NamedTuple
 from ...kernels.entry import ALIGNMENT_BYTES
 from ...kernels.rowops import CODE_OPS
 from ...kernels.spec import code_of

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.records import (
     Choice,
     DType,
@@ -21,6 +20,7 @@ from ...artifacts.records import (
     dtypes_of,
     same_gpu,
 )
+from ...artifacts.tuples import NamedTuple
 from ...kernels import plans as rule
 from ...kernels.chips import chip_named
 from ...kernels.spec import code_of

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import BundleCorrupt, InputError
 from ...artifacts.records import Fusion, Op, RowOp, Variant
+from ...artifacts.tuples import NamedTuple
 from ...kernels.entry import CLEARER_ROWS, FLAGS, RAGGED_SIZES, ZERO_TAIL
 from ...kernels.registry import clears, gemm_entry, limits_of, too_large, transposed, unlaunchable, weight_tiles
 from ...kernels.spec import Config, Schedule, Spec, w_kn

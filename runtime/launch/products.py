@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.records import Fusion, Layout
+from ...artifacts.tuples import NamedTuple
 from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
 from ..check.tensors import row_stride
 from ..dispatch import snapshot as dispatch_snapshot

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from ...artifacts.classes import NamedTuple
+from ...artifacts.tuples import NamedTuple
 from ...kernels.entry import ALIGNMENT_BYTES
 from .. import hooks
 from ..dispatch import snapshot as dispatch_snapshot

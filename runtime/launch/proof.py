@@ -21,10 +21,10 @@ from collections.abc import Iterator
 import torch
 
 from ...artifacts.bundle_file import BundleFile
-from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import CudaError
 from ...artifacts.limits import printable
 from ...artifacts.records import PRECISIONS, Fusion, Layout, LocalGpu, Op, RowOp, Variant, cuda_version, dtypes_of
+from ...artifacts.tuples import NamedTuple
 from ...kernels import reference
 from ...kernels.spec import takes_codes_of_x
 from .. import verdicts

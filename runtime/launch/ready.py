@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.records import DType, Fusion, Layout, Op, Problem, RowOp, bucket_of
+from ...artifacts.tuples import NamedTuple
 from ...kernels.entry import ALIGNMENT_BYTES, TORCH_GROUPS, is_aligned
 from .. import hooks, settings
 from ..check.tensors import DTYPES, check_cuda_dtype, row_stride

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.records import DType, RowOp, Scale, Variant
+from ...artifacts.tuples import NamedTuple
 from ...kernels import reference, rowops
 from ...kernels.activations import KINDS, Activation
 from ...kernels.hopper_w8a8_block import scale_columns

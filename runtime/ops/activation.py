@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import InputError
 from ...artifacts.records import RowOp
+from ...artifacts.tuples import NamedTuple
 from ...kernels import reference, rowops
 from ...kernels.activations import KINDS, Activation, activation_of
 from ..check import tensors

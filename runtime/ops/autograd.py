@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.function import once_differentiable
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.records import Layout
+from ...artifacts.tuples import NamedTuple
 from .. import hooks
 from ..check.call import Call, Form, Fusions
 from ..check.saved import FLOATS, INDICES, Frozen, Saved

@@ -19,8 +19,8 @@ from functools import partial
 
 import torch
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.records import Op
+from ...artifacts.tuples import NamedTuple
 from ..check.call import Call, Rows, flat, wide_of
 from ..check.tensors import rows_usable
 from ..launch.program import NOW, Now

@@ -27,8 +27,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.records import Layout, Op
+from ...artifacts.tuples import NamedTuple
 from ...kernels.activations import Activation
 from ..check.call import Rows, flat, wide_of
 from ..check.saved import FLOATS, Frozen, Saved

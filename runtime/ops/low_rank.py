@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.records import Layout, Op
+from ...artifacts.tuples import NamedTuple
 from ...kernels.entry import ALIGNMENT_BYTES
 from ..check.call import Rows
 from ..launch.program import NOW, Now

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.records import DType, Layout, Op, RowOp
+from ...artifacts.tuples import NamedTuple
 from ..check import tensors
 from ..check.call import Rows
 from ..check.saved import Frozen, Saved

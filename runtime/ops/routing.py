@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.records import DType, RowOp
+from ...artifacts.tuples import NamedTuple
 from ...kernels.rowops import ADDS, COUNTS, PLACES, SORTED_EXPERTS
 from ..check import tensors
 from ..driver.device import allocator, current_stream, on

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.limits import printable
+from ...artifacts.tuples import NamedTuple
 from . import packings, quantization
 from .codes import Quantised, cat
 from .packings import Int4, Suffixes, bad

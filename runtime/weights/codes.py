@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.records import PRECISIONS, Elements, Scale
+from ...artifacts.tuples import NamedTuple
 
 E4M3_MOST, E2M1_MOST = 448.0, 6.0
 E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # torch 2.7 and later

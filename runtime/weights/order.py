@@ -29,8 +29,8 @@ from typing import TypeAlias
 
 import torch
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.records import PRECISIONS, Elements
+from ...artifacts.tuples import NamedTuple
 from .codes import E4M3_MOST, Quantised, pack, unpack
 
 BLOCK = 64  # rows of w, and of K

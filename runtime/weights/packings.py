@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import InputError
+from ...artifacts.tuples import NamedTuple
 from . import validate
 from .codes import E8M0, Quantised, e8m0, pack, unpack
 

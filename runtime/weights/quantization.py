@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import InputError
+from ...artifacts.tuples import NamedTuple
 from .patterns import alternatives, first_matching
 
 # Where the config.json of a composite model keeps its language model's.

@@ -6,9 +6,9 @@ from typing import NoReturn
 
 import torch
 
-from ...artifacts.classes import NamedTuple
 from ...artifacts.errors import InputError
 from ...artifacts.records import Scale
+from ...artifacts.tuples import NamedTuple
 from .expert_weights import ExpertWeights
 
 _SCALES = (Scale("fp32", 1, 128), Scale("fp32", 1, 0))  # of x, that such rows can have

@@ -273,7 +273,7 @@ def test_no_estimate_is_under_the_roofline() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    op=st.sampled_from(tuple(Op)),
+    op=st.sampled_from(Op),
     dtype=st.sampled_from([one for one in DType if one in PLAIN_DTYPES]),
     E=st.integers(1, 512),
     N=st.integers(1, 30000),

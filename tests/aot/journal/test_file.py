@@ -30,12 +30,12 @@ times = st.lists(st.integers(1, 10**12), min_size=1, max_size=3).map(tuple)
 small = st.floats(0, 1, allow_nan=False)
 problems = st.builds(
     Problem,
-    st.sampled_from(tuple(Op)),
-    st.sampled_from(tuple(DType)),
+    st.sampled_from(Op),
+    st.sampled_from(DType),
     st.integers(1, 512),
     st.integers(1, 9999),
     st.integers(1, 9999),
-    st.sampled_from(tuple(Layout)),
+    st.sampled_from(Layout),
     st.sampled_from(list(Fusion)),
     st.integers(0, 8),
 ).map(lambda one: one if one.fusion & INDEXED else one._replace(top_k=0))
