@@ -357,7 +357,7 @@ class KernelEntry(NamedTuple):
     order: Callable[[Spec, Arch, int], Order]  # the order in which a variant sums K elements
     candidates: Pool  # the configs to try, best guesses first
     fallbacks: Pool = no_configs  # configs that are also compiled for any N and K: for small M, for large M
-    cost: str = ""  # the module below ``kernels`` whose ``estimate_us`` is the cost model; "": cost_model.py
+    cost: str = ""  # the module below ``kernels`` whose ``estimate_us`` is the cost model; "": kernels/cost_model.py
     absent: Callable[[Spec], tuple[str, ...]] = _none  # the pointers and steps that a variant does not have
     descriptors: Callable[[Spec], tuple[str, ...]] = _none  # the pointers that are TMA descriptors, in order
     ranks: Mapping[str, int] = MappingProxyType({})  # of descriptors

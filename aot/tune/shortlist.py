@@ -112,7 +112,7 @@ def contenders(
     share
         The share of ``ranked`` to measure. Above ``SHARE``, configs are added in the cost model's order.
     elsewhere
-        The choices of another GPU's bundle, tried from the second place on. With them at least four configs are measured.
+        Another GPU's choices, tried from the second place on. With them at least four configs are measured.
     running
         The baseline, which is measured anyway and does not count.
     """

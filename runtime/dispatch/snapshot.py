@@ -277,7 +277,7 @@ class Snapshot:
         return bool(self.having(problem, local))
 
     def reconsider(self) -> None:
-        """Decide all anew: some code was found to be wrong on a GPU (``verdicts.py``). What is in use stays."""
+        """Decide again: a variant was wrong on a GPU (runtime/verdicts.py). Calls under way keep their kernels."""
         with lock("bundles"):
             self.rankers.clear()
             self.decisions.clear()
