@@ -199,7 +199,7 @@ def _put_prepared(
 
 @triton.jit
 def _place_stored(row, first, rows, columns, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr):
-    """(offsets of a left half's bytes in an expert's checkpoint codes, mask of those that exist); the right's follow."""
+    """(offsets of a left half's bytes in an expert's checkpoint codes, mask of those that exist); the right follows."""
     BYTES: tl.constexpr = 8 if ELEMENTS == _E4M3 else 4
     width = columns // 8 * BYTES
     byte = (first + 16 * tl.arange(0, BLOCK // 16)[None, :, None]) // 8 * BYTES + tl.arange(0, BYTES)[None, None, :]
