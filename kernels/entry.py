@@ -175,7 +175,7 @@ class Order(NamedTuple):
 
 
 def wide(spec: Spec, arch: Arch) -> bool:
-    """Whether Triton takes a warpgroup's instructions for a dot of such a tile, where an architecture has them."""
+    """True if Triton compiles a dot of this tile to a warpgroup's instructions (wgmma, tcgen05)."""
     c = spec.config
     return arch.has(Feature.MMA_ASYNC) and c.block_m >= _ROWS_OF_WGMMA and c.num_warps >= _WARPS_OF_WGMMA
 
