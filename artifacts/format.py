@@ -665,7 +665,7 @@ class Index:
 
 
 def _apart(count: int) -> int:
-    """Return a step through ``count`` rows that meets each row once and spreads any number of steps evenly."""
+    """Return a step: rows 0, step, 2 step, ... modulo ``count`` visit each row once, the first few far apart."""
     return next(step for step in itertools.count(int(count * _GOLDEN)) if math.gcd(step, count) == 1)
 
 

@@ -406,9 +406,9 @@ def cuda_version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-_HELD_AGAINST = "held_against="
+_HELD_AGAINST = "held_against="  # a compile option: digests of the bundles that a build was compared with
 _HELD_DIGITS = 16
-_MOST_HELD = 10  # digests: an option has at most 200 characters
+_MOST_HELD = 10  # digests in that option, as an option has at most 200 characters
 
 
 class Source(enum.Enum):

@@ -41,8 +41,8 @@ class Specialized(NamedTuple):
     rate: float = 1.05  # multiple of the other kernels' tensor rate
     norm: float = 6.0  # see ``ConstantsFamily.norm``: loads go on during a tile's end
     half: float = 0.4  # share of half a tile's time that is saved if its second 64 rows are empty
-    lacking: float = 0.65  # share of the time of a fitted tile's missing rows that is saved
-    apart: float = 0.5  # share of weights common to row tiles that programs out of step read again
+    lacking: float = 0.65  # a fitted tile saves this share of the time of the rows that it lacks
+    apart: float = 0.5  # programs out of step read this share of their common weights again
     half_columns: bool = True  # a tile whose right half is past the last column takes half its time
     split_tail: bool = True  # a last wave that is at most half full is split into tiles of half the columns
     exposed: float = 0.2  # see ``ConstantsFamily.persistent_exposed``

@@ -175,7 +175,7 @@ class Order(NamedTuple):
 
 
 def wide(spec: Spec, arch: Arch) -> bool:
-    """Whether Triton takes a warpgroup's instructions for a dot of such a tile, where an architecture has them."""
+    """True if Triton compiles a dot of this tile to a warpgroup's instructions (wgmma, tcgen05)."""
     c = spec.config
     return arch.has(Feature.MMA_ASYNC) and c.block_m >= _ROWS_OF_WGMMA and c.num_warps >= _WARPS_OF_WGMMA
 
@@ -357,7 +357,7 @@ class KernelEntry(NamedTuple):
     order: Callable[[Spec, Arch, int], Order]  # the order in which a variant sums K elements
     candidates: Pool  # the configs to try, best guesses first
     fallbacks: Pool = no_configs  # configs that are also compiled for any N and K: for small M, for large M
-    cost: str = ""  # the module below ``kernels`` whose ``estimate_us`` is the cost model; "": cost_model.py
+    cost: str = ""  # the module below ``kernels`` whose ``estimate_us`` is the cost model; "": kernels/cost_model.py
     absent: Callable[[Spec], tuple[str, ...]] = _none  # the pointers and steps that a variant does not have
     descriptors: Callable[[Spec], tuple[str, ...]] = _none  # the pointers that are TMA descriptors, in order
     ranks: Mapping[str, int] = MappingProxyType({})  # of descriptors

@@ -33,7 +33,7 @@ _LAUNCH_US = 10.0  # launch, cold code and a program's start
 _SUSTAINED = 0.86  # share of the published rate ...
 _BANDWIDTH = 0.9  # ... and of the bandwidth
 _NORM = 3.0  # joins memory and compute
-_LACKING = 0.8  # share of the time of a fitted tile's missing rows that is saved
+_LACKING = 0.8  # a fitted tile saves this share of the time of the rows that it lacks
 
 _LEAST_WEIGHT = 1e-9  # of the nearest cell's weight, so that no weight is zero
 _OWN = 0.5  # weight of the mean ratio in a cell's own ratio

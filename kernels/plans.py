@@ -272,7 +272,7 @@ def plan_of(cell: Cell) -> tuple[PlanRow, ...]:
 
 
 def _rows(cell: Cell, way: Way) -> Iterator[PlanRow]:
-    """Yield a way's plan rows: those for all calls, then those for calls with a check, if they differ."""
+    """Yield the plan rows of a ``Way`` to run the cell: for all calls, then for calls with a check if they differ."""
     problem = cell.problem
     if not any(cell.kernels.find(rival) for rival in _rivals(way, problem)):
         return

@@ -143,8 +143,8 @@ class Config(NamedTuple):
 
 FIELDS = Config._fields
 PINGPONG_COLUMNS = 192  # of a pingpong tile: its sums fill a warpgroup's registers
-SIZES = (16, 32, 64, 128, 256)  # of other tiles' sides
-DEPTHS = (512, 1024)  # of a reduction step of codes, which take little room
+SIZES = (16, 32, 64, 128, 256)  # sides that other tiles can have
+DEPTHS = (512, 1024)  # more steps of K for 4- and 8-bit codes, which take little shared memory
 _SIDES = (*SIZES, PINGPONG_COLUMNS)
 RANGES: Mapping[str, Sequence[int]] = {  # the numbers that a knob can have in any kernel
     "block_m": _SIDES,

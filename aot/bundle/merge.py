@@ -87,7 +87,7 @@ class _Input:
     triton_rank: int
 
 
-_NO_GPU = -1  # the number of modelled claims
+_NO_GPU = -1  # the GPU index of choices that the cost model made
 Key = tuple[int, int, int, int, int, tuple[int, ...], tuple[str, int, int, int]]
 
 

@@ -19,7 +19,7 @@ from .candidates import Candidates, SameCode
 from .choices import Chosen, choose
 from .incumbents import Running, RunsOn, TakenOver
 
-Ships = Callable[[Contents], Chosen]  # from a journal to what would ship
+Ships = Callable[[Contents], Chosen]  # what a bundle built from this journal would ship
 
 
 def measured_bundle(plan: BuildPlan, candidates: Candidates, contents: Contents, runs: RunsOn | None = None) -> Bundle:

@@ -21,7 +21,7 @@ TORCH, LOOP = "torch grouped_mm", "torch matmul loop"
 VLLM, TRITON_KERNELS, DEEPGEMM, HUMMING = "vLLM", "triton_kernels", "DeepGEMM", "Humming"
 _ROWS_A_BLOCK = 128  # in DeepGEMM's contiguous call
 _FEW_ROWS = 4  # rows x this <= experts: vLLM gives each row a block of its own
-ROWS_A_STEP = 64  # of dW
+ROWS_A_STEP = 64  # triton_kernels' dW sums this many rows at a time
 
 
 class NoCall(Exception):

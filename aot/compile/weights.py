@@ -19,12 +19,12 @@ from .triton import driver_for, kernels_of, producer_of
 
 
 def weights_bundle(sm: int) -> Bundle:
-    """Compile them for a capability, without a GPU.
+    """Compile the kernels that quantise, prepare and dequantise weights, for one capability. Needs no GPU.
 
     Raises
     ------
     CompileError
-        if one is not compiled.
+        if a kernel can't be compiled.
     """
     results = compile_all([CompileJob(spec, sm) for spec in weight_specs(tuple(DType))])
     for result in results:

@@ -233,7 +233,7 @@ def _every_cell(
     cells: Mapping[Problem, Sequence[int]], local: LocalGpu, fine: Callable[[Usable, Choice, LocalGpu], bool]
 ) -> bool:
     snapshot = dispatch_snapshot.snapshot()
-    while True:  # each turn drops a bundle
+    while True:  # a rejected bundle is dropped, then all others are tried again
         with contextlib.suppress(Rejected):
             usable = snapshot.view(local, installed=True).usable
             return all(

@@ -41,10 +41,10 @@ from ..plan.plan import BuildPlan
 from ..process import child
 from ..tune.tuner import Entrants, tune_problems
 
-_JIT_CONFIGS = 6  # 4 lose 1.0 % to all (docs/inside/cost-model.md); two spare, as some don't compile
+_JIT_CONFIGS = 6  # the best 4 are 1.0 % slower than all (docs/inside/cost-model.md); 2 more, as some don't compile
 _JIT_ROWS = 1 << 20
 _CELL_CONFIGS = 8  # the tuner's candidates of one problem and bucket
-SHARE = 0.5  # of them are measured
+SHARE = 0.5  # share of these candidates that is measured
 _OVERHEAD_REGISTERS = 64  # in addition to a thread's share of the tile
 _TIMEOUT_S = 300.0
 
@@ -206,7 +206,7 @@ def _cache(directory: str | None) -> CompileCache | None:
 
 def _specs(problem: Problem, aligned: Iterable[Config], sm: int) -> list[Spec]:
     """The aligned variants of these configs, and the fallbacks."""
-    family = Family(problem.op, problem.dtype, problem.layout, problem.fusion)  # by the name in the request
+    family = Family(problem.op, problem.dtype, problem.layout, problem.fusion)  # not ``canonical``
     return compilable(family, aligned, fallbacks(problem.op, problem.dtype, sm), [problem.E])
 
 

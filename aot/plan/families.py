@@ -134,8 +134,8 @@ def low_rank_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Sp
 
     Products of bf16 weights get it plain and gathering; products of prepared weights get it plain, with fitted tiles,
     as their rows are gathered beforehand. There is one variant for each kind of warp-specialised tile, and one for each
-    height of the others. No plan has such problems and nothing is measured for them: ``decide.py`` selects a variant at
-    the call.
+    height of the others. No plan has such problems and nothing is measured for them: runtime/dispatch/decide.py selects
+    a variant at the call.
     """
     variants: dict[Spec, None] = {}
     for problem in problems:

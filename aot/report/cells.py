@@ -22,7 +22,7 @@ class Roofline(NamedTuple):
 
     @property
     def least_us(self) -> float:
-        """The longer of the two: no launch can be faster."""
+        """max(memory_us, compute_us): no launch can be faster."""
         return max(self.memory_us, self.compute_us)
 
     @property

@@ -22,7 +22,7 @@ from .space import TuningSpace, expected_seconds, torch_can, weight_key, weight_
 from .state import Remeasure, Task, TuningState, Worker
 
 _RESTARTS = 3  # tries to start a worker
-_LOOK_S = 0.5  # between questions for GPUs that have joined
+_LOOK_S = 0.5  # between checks for GPUs that have joined
 _DESERTED_S = 60.0  # wait for a GPU when all have left
 _KILLS = 2  # lost GPUs after which a variant that ran alone counts as failed
 
@@ -157,7 +157,7 @@ class Scheduler:
         Raises
         ------
         HostError
-            after a while.
+            if none joins within ``_DESERTED_S``.
         """
         if self.workers or not self.queue or self._over:
             return False
@@ -237,7 +237,7 @@ class Scheduler:
             named = {self.space.index.get((task.problem, sha)) for sha in task.remeasure.variants}
             return (ranked[0], *(i for i in ranked[1:] if i in named or i in ran))
         near = self.state.winners.near(task.problem, task.bucket)
-        twin = self.state.winners.transposed(task.problem, task.bucket)
+        twin = self.state.winners.other_fusion(task.problem, task.bucket)
         elsewhere = self.space.elsewhere(task.problem, task.bucket)
         running = [config for config in configs if by_config[config] in ran]
         chosen = contenders(configs, near, twin, self.space.share, elsewhere, running)

@@ -180,7 +180,7 @@ def _tuned(
     model: str = "",
 ) -> Cell:
     """Return the tuner's choice among the candidates of a cell, and add it to the winners."""
-    twin = winners.transposed(problem, M)
+    twin = winners.other_fusion(problem, M)
     of_all = min(0.99, SHARE * possible / len(ranked))  # of the whole space: what is not here can't win
     share = SHARE if twin else of_all
     chosen = contenders(ranked, winners.near(problem, M), twin, share)

@@ -223,7 +223,7 @@ def shortlists(bundle: BundleFile, contents: Contents, share: float) -> dict[str
         others = [(("untimed", i),) for i in range(len(times), count if share <= SHARE else 0)]
         for name, order in zip(by, (modelled, ordered or modelled), strict=True):
             ranked = [*dict.fromkeys(variants[i].config for i in order if i in times_ns), *others]
-            near, twin = winners[name].near(problem, bucket), winners[name].transposed(problem, bucket)
+            near, twin = winners[name].near(problem, bucket), winners[name].other_fusion(problem, bucket)
             tried = dict.fromkeys((*contenders(ranked, near, twin, share, (), [runs]), runs))
             fastest = min((config for config in tried if config in times), key=lambda config: times[config])
             winners[name].add(problem, bucket, fastest)

@@ -141,7 +141,7 @@ def _fitted_constants(spec: Spec, arch: Arch) -> Constants:
         "LOW_RANK": Fusion.LOW_RANK in spec.fusion,
     }
     spare = c.block_m == PINGPONG_COLUMNS and not indexed(spec.fusion)
-    # Any number of parts will do, because this kernel keeps track of the buffers.
+    # ``even`` for any number of 64-column parts, because this kernel counts the buffers that it uses.
     return sizes | _common(spec, arch, c.block_m, c.block_k, noted=256, spare=spare, even=True)
 
 

@@ -182,7 +182,7 @@ def _shapes(spec: Spec, n: Sizes) -> dict[str, TensorShape]:
 
 
 def _numbers(spec: Spec, n: Sizes) -> dict[str, int]:
-    """Each expert has one outer scale, or one for each of w's rows if the format has no other scale."""
+    """stride_outer_e: an expert's outer scales are one, or w's rows if the format has no other scale."""
     return {"stride_outer_e": _w_rows(spec, n) if code_layout(spec.dtype).scales == "none" else 1}
 
 

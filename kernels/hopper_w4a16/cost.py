@@ -2,7 +2,7 @@
 
 A step of a tile takes the longer of two times: turning its codes into bf16 and multiplying them, and loading its
 operands from L2. Programs take tiles when they become free, so the last wave counts half. This and the memory's time
-are joined by a p-norm, like in ``cost_model.py``. Pure Python.
+are joined by a p-norm, like in kernels/cost_model.py. Pure Python.
 """
 
 from __future__ import annotations

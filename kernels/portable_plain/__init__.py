@@ -465,7 +465,7 @@ def _weight_candidates(_op: Op, dtype: DType, arch: Arch) -> list[Config]:
 def _row_fallbacks(_op: Op, dtype: DType, _arch: Arch) -> list[Config]:
     if dtype is DType.FP32:
         return configs(((16, 32, 32, 4, 2), (64, 64, 16, 8, 2)))
-    # 8 warps: each thread's share of MAX_EXPERTS counts and of single-element loads must stay in registers.
+    # 8 warps, so that a thread's share of MAX_EXPERTS counts and of single-element loads fits in registers.
     return configs(((16, 64, 64, 8, 2), (64, 128, 32, 8, 2)))
 
 

@@ -41,7 +41,7 @@ def _absent(spec: Spec) -> tuple[str, ...]:
 
 def _constants(spec: Spec, _arch: Arch) -> Constants:
     c, scale = spec.config, _scale(spec)
-    whole = scale.zero_bits and not order_of(spec)  # prepared codes and zero points are minus 8: order.py
+    whole = scale.zero_bits and not order_of(spec)  # prepared ones are minus 8: runtime/weights/order.py
     return {
         "BLOCK_M": c.block_m,
         "BLOCK_N": c.block_n,

@@ -28,9 +28,9 @@ class CodedConstants(NamedTuple):
     eight_bits: float = 9.0
     eight_bits_apart: float = 60.0  # prepared codes, tiles wider than a block: 6 times as long on an H200
     of_x: float = 6.0  # x to codes: widen, largest, scale, half a conversion, to shared memory and back
-    of_largest: float = 3.0  # x is read once more first if a scale is for a whole row
-    promoted: float = 2.0  # for each sum
-    rate: float = 2.0  # of e4m3 products over bf16 products
+    of_largest: float = 3.0  # find the largest |x| of a row before its codes, for one scale per row
+    promoted: float = 2.0  # add a step's product to the sums in fp32, for each sum
+    rate: float = 2.0  # speed of e4m3 products over bf16 products
     widened: float = 2.0  # w to fp16, for tiles that are too small for e4m3 products
     step_ns: float = 350.0  # a program's barriers, and the way through shared memory
     tile_ns: float = 1500.0

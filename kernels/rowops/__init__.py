@@ -310,12 +310,12 @@ class RowOpSpec(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """The layout in its record; row kernels don't read w."""
+        """The layout in its record, which says nothing: row kernels exist for no layout."""
         return Layout.NK
 
     @property
     def fusion(self) -> Fusion:
-        """The fusion in its record; row kernels have no product."""
+        """The fusion in its record, which says nothing: row kernels multiply no matrices."""
         return Fusion.NONE
 
     @property

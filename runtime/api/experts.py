@@ -233,7 +233,7 @@ def _key(
     lora: tuple[Lora | None, Lora | None] | None,
     how: tuple[RowActivation, str, bool, int | None],
 ) -> object:
-    """Where the plan of a call like this is; None where none may be."""
+    """The key of this call's plan; None if the call can have no plan."""
     act, w_layout, zero_tail, expected_rows = how
     try:
         R = x.shape[:-1].numel()

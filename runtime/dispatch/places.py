@@ -163,9 +163,9 @@ def candidates_name(*sms: int) -> str:
 
 
 def candidates_file(folder: Path, sm: int) -> Path | None:
-    """Where a folder has a capability's candidates, by the files' names; None where it has none.
+    """The path of a capability's shipped candidates in a folder, found by file names; None if there are none.
 
-    They are a file of their own, candidates-sm80.msgpack.xz, or one of several in a file: FILE#sm80.
+    They are a file, candidates-sm80.msgpack.xz, or a part of a file with several capabilities, FILE#sm80.
     """
     from ...artifacts.packed import SUFFIX as PACKED
 
@@ -226,7 +226,7 @@ def _same(path: Path, other: Path) -> bool:
 
 
 def _undisturbed(place: Place) -> contextlib.AbstractContextManager[object]:
-    # Files are immutable and renamed into place: past the timeout reading goes on.
+    # Without the lock reading is safe too, as files are renamed into place and never change: so go on after a timeout.
     if place.kind is Kind.OVERLAY and os.path.isdir(place.path):  # noqa: PTH112 - as in ``files``
         from ...artifacts.locking import reading
 
@@ -315,7 +315,7 @@ def _module(point: EntryPoint) -> str:
 
 
 def _holds(path: str, word: bytes) -> bool:
-    """Whether there is such a file, with this word in it; of one that is no file nothing is waited for.
+    """True if this is a regular file that contains the word. Opening a FIFO does not block.
 
     Raises
     ------

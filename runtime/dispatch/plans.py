@@ -111,9 +111,9 @@ def quantised_x(
 
 
 def always_quantises(snapshot: Snapshot, plain: Problem, local: LocalGpu) -> bool:
-    """Whether the batch-invariant mode quantises x of every call, where there is code for that; else of none.
+    """True if the batch-invariant mode quantises x in every call, False if in none.
 
-    If it is not asked to, it does so only where no kernel leaves x as it is: ``plain``.
+    It quantises if the mode says so (``quantize_x``), or if no kernel runs ``plain``, the problem with bf16 x.
     """
     asked = snapshot.invariance is not None and snapshot.invariance.quantize_x
     return asked or not snapshot.serves(plain, local)
@@ -148,7 +148,7 @@ def plain_of(problem: Problem) -> Problem:
 
 
 def never_on_load(problem: Problem) -> bool:
-    """Whether there is no code at all that gathers rows as it loads them: none of quantised weights does."""
+    """True if no kernel gathers rows as it loads them: for quantised weights none does."""
     return problem.dtype.quantised
 
 
@@ -160,9 +160,9 @@ def can_gather(snapshot: Snapshot, problem: Problem, local: LocalGpu, top_k: int
 
 
 def lacks_for_codes(snapshot: Snapshot, problem: Problem, local: LocalGpu, op: RowOp | None = None) -> str | None:
-    """The reason why no product here quantises x, in words; None if one does.
+    """Why no kernel on this GPU can run the problem with quantised x, in words; None if one can.
 
-    ``op`` is the row kernel that makes its codes, None for the one that quantises.
+    ``op`` is the row kernel that provides x's codes; None: the row kernel that quantises bf16 x.
     """
     target = ARCHS.get(local.sm)
     if target is not None and not has_code(problem.op, problem.dtype, local.sm, problem.layout):

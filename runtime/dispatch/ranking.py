@@ -103,7 +103,7 @@ class Candidate(NamedTuple):
 
     @property
     def by_torch(self) -> str:
-        """That torch runs it, and why, in words."""
+        """The reason why torch runs the call, in words."""
         return f"torch's grouped_mm, measured faster: {self.torch_us:.1f} us against {self.time_us:.1f} us"
 
 
@@ -160,12 +160,12 @@ def chosen(
 
 
 def is_invariant(snapshot: Snapshot, problem: Problem) -> bool:
-    """Whether all calls of a problem are to sum in one order. dW sums over the rows of a batch: it can't."""
+    """True if all calls of a problem must sum in one order. Never for dW, which sums over the rows of a batch."""
     return snapshot.invariance is not None and problem.op is not Op.DW
 
 
 def in_order(snapshot: Snapshot, usable: Usable, variant: Variant, problem: Problem, local: LocalGpu) -> bool:
-    """Whether a variant that can run a problem may: always, or in the batch-invariant mode if it sums in the order."""
+    """True if the variant sums in the order that the batch-invariant mode prescribes; always True in other modes."""
     if not is_invariant(snapshot, problem):
         return True
     return summed(usable, variant, problem) == order_of(snapshot, problem, local)
@@ -215,15 +215,15 @@ def summed(usable: Usable, variant: Variant, problem: Problem) -> Order:
 
 
 def by_tile(variant: Variant) -> bool:
-    """Whether a launch has a program for each tile, those of rows that may be there included."""
+    """True if a launch has one program for each tile of all rows that the memory has room for."""
     config = config_of(variant.config)
     return config is not None and config.schedule is Schedule.TILE
 
 
 def idles(variant: Variant, problem: Problem, M: int, bucket: int) -> bool:
-    """Whether a launch for M rows would have many programs for tiles of rows that are there in no call of ``bucket``.
+    """True if a launch for M rows would have many programs without work, if only ``bucket`` rows come.
 
-    Such a call is one with ``expected_rows``: memory and grids are of all rows that there may be.
+    That is so in calls with ``expected_rows``: memory and grids have room for all M rows.
     """
     if bucket >= M or not by_tile(variant):
         return False
@@ -371,7 +371,7 @@ def _numbers(snapshot: Snapshot, fitting: _Fitting, measured: Neighbourhood) -> 
 
 
 def _is_able(variant: Variant, problem: Problem) -> bool:
-    """Whether a variant that can run small problems of this kind can run this one."""
+    """True if the variant supports this problem's number of experts and its sizes."""
     config = config_of(variant.config)
     return config is not None and variant.max_experts >= problem.E and not registry.beyond(problem, config)
 
@@ -425,7 +425,7 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
 
 
 def _fits(usable: Usable, variant: Variant) -> bool:
-    """Whether code is of those that are chosen among: candidates have all that was compiled."""
+    """True if a shipped candidate may be chosen: not if ``aot build`` rejects it, or if it needs measured times."""
     if usable.place.kind is not Kind.CANDIDATES:
         return True
     if Fusion.SILU in variant.fusion:  # it runs where times say so, and candidates have no times

@@ -308,14 +308,14 @@ def _is_of(dtype: DType, weights: str | None) -> bool:
 def records_of(names: Sequence[str], view: View, weights: str | None = None) -> list[Model]:
     """The models of these names, with all their kinds of experts, in every sharding and dtype that the bundles have.
 
-    With ``weights`` in the dtypes of this format alone.
+    ``weights``: only the dtypes of this weight format.
 
     Raises
     ------
     InputError
-        for a name that no bundle knows, or has in no such format.
+        if no bundle has a name, or has it in that format.
     BundleCorrupt
-        for one that none knows, where a bundle's models are damaged.
+        if no bundle has a name, and the models of a bundle are damaged.
     """
     errors: list[BundleError] = []
     records = [model for usable in view.usable for model in _whole(usable.bundle.models, errors)]
@@ -393,7 +393,7 @@ def _rows(problem: Problem, tokens: range | None) -> tuple[int, int]:
 
 
 def _ends(tokens: range) -> tuple[int, int]:
-    """The least and the most tokens, of those above zero; (0, 0) for none."""
+    """(least, most) token counts above zero in the range; (0, 0) if there are none."""
     some = [count for count in (*tokens[:1], *tokens[-1:]) if count > 0]
     if len(some) == 1 and len(tokens) > 1:  # the range begins, or ends, at or below zero
         some.append(1)

@@ -58,7 +58,7 @@ class _Kernels:
 def rows_first(
     snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, top_k: int, fusion: Fusion, aligned: bool
 ) -> Ruled | None:
-    """Whether rows are gathered first, as ``plans.rows_first`` decides; None if no choice is for the very cell."""
+    """The decision of ``plans.rows_first``, and its reason; None if no bundle has a choice for exactly this cell."""
     ran = plans.own(snapshot, problem, M, local, aligned)
     if ran is None:
         return None
@@ -71,7 +71,7 @@ def rows_first(
 
 
 def fused_silu(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, top_k: int, aligned: bool) -> Ruled:
-    """Whether silu is in the epilogue, as ``plans.fused_silu`` decides for ``problem``, which has ``Fusion.SILU``."""
+    """The decision of ``plans.fused_silu``, and its reason. ``problem`` has ``Fusion.SILU``."""
     plain = plans.plain_of(problem)
     if snapshot.invariance is not None:
         return Ruled(None, "in the batch-invariant mode h is rounded, as it is in a call with a gradient")
@@ -89,7 +89,7 @@ def fused_silu(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *,
 def quantised_x(
     snapshot: Snapshot, problem: Problem, other: DType, M: int, local: LocalGpu, *, top_k: int, aligned: bool
 ) -> Ruled:
-    """Whether x is quantised, as ``plans.quantised_x`` decides for ``problem``, which does so."""
+    """The decision of ``plans.quantised_x``, and its reason. ``other``: the dtype of ``problem`` with bf16 x."""
     if (lacking := plans.lacks_for_codes(snapshot, problem, local)) is not None:
         return Ruled(None, lacking)
     bucket, plain = bucket_of(M), problem._replace(dtype=other)
@@ -117,7 +117,7 @@ def quantised_x(
 def _always_or_never(
     snapshot: Snapshot, problem: Problem, plain: Problem, bucket: int, local: LocalGpu, aligned: bool
 ) -> Ruled:
-    """Whether x is quantised in the batch-invariant mode, whatever the number of rows."""
+    """The batch-invariant mode's decision on quantised x, for any number of rows."""
     if not plans.always_quantises(snapshot, plain, local):
         return Ruled(None, "in the batch-invariant mode x stays bf16 at any number of rows (quantize_x=False)")
     coded = settle(snapshot, problem, bucket, local, aligned, False)

@@ -75,7 +75,7 @@ class LoadedFormat:
 
     @property
     def derived(self) -> tuple[str, ...]:
-        """Name ends of the parameters that ``weights`` converts: zero points, and scales of matrices."""
+        """The name ends of parameters that ``weights`` copies: zero points, and scales of whole matrices."""
         return self.ends[1:] if self.name == "fp8_channel" else self.ends[2:]
 
     def weights(self, *tensors: torch.Tensor) -> ExpertWeights:

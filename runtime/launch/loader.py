@@ -114,14 +114,14 @@ def standing(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) 
 
 
 def stands(bundle: BundleFile, index: int, kernel: LoadedKernel, local: LocalGpu) -> bool | None:
-    """Whether a loaded variant may be used: it was judged on this capability or is proven, now if need be.
+    """True if a variant may be used: it was measured on this capability, or passes its self-test, run now if necessary.
 
-    False where it is wrong or could not be tested, None where that can't be told in a graph capture.
+    False if it is wrong or can't be tested; None during a graph capture, where no test can run.
 
     Raises
     ------
     CudaError
-        where the trial left the GPU unusable to this process. The next process leaves that variant out.
+        if the test made the GPU unusable in this process. The next process skips that variant.
     torch.cuda.OutOfMemoryError, OutOfMemory
         where the GPU has no room for the trial. The next call tests it again.
     """

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..weights.expert_weights import ExpertWeights
 
 _GATHERED = "rows"  # the operand that rows are gathered into
-_CODES = "codes"  # and the one that they are quantised into
+_CODES = "codes"  # the operand that they are quantised into
 
 
 class Scratch(NamedTuple):
@@ -296,10 +296,10 @@ def _row_step(
     words: tuple[int, int, int | None],
     behind: Behind = (),
 ) -> Step:
-    """The launch of a product of rows.
+    """The launch of a forward or dX.
 
-    ``operands`` names those that stand for the kernel's x and others; ``words`` are the strides of x's and y's rows,
-    and where indices end, None of a product with nothing fused; ``behind`` is as ``Launcher.bind`` has it.
+    ``operands`` maps the kernel's names to the program's operands. ``words`` is (row stride of x, row stride of y,
+    index_end), the last None if no fusion reads the index. ``behind``: see ``Launcher.bind``.
     """
     stride_x, stride_y, end = words
     if not isinstance(call.w, torch.Tensor) and ready.launcher.plain_scales:

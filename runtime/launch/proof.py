@@ -36,12 +36,12 @@ from ..weights.row_codes import codes_of_rows, values_of_rows, values_on_load
 from . import gemm
 from .trials import TORCH, UNTOUCHED, Draw, TrialPlace, full, off, rounding, trial_of_pass
 
-_LONGEST_S = 30.0  # that a trial may take: others may be using the GPU
-_LONGEST_SLEEP_S = 0.5  # of the process's own; more passes only where the process was stopped
+_LONGEST_S = 30.0  # longest test: other processes may use the GPU
+_LONGEST_SLEEP_S = 0.5  # most time counted between two checks: more passes only while the process is stopped
 _COUNTS = (37, 0, 300, 1, 2, 24)  # rows of each expert
-_NAN_ROW = 338  # the first of the fifth's
+_NAN_ROW = 338  # first row of the fifth expert
 _NAN_TOKEN = 100
-_M, _TOP_K = 370, 2  # of rows the last 6 belong to no expert; sorted rows for each row of x, where they are gathered
+_M, _TOP_K = 370, 2  # rows, the last 6 of no expert; slots of each row of x, if gathered
 
 _log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def tried(kernel: gemm.LoadedKernel) -> str | None:
             with trial_place(kernel.function.device) as here:
                 try:
                     here.wait()
-                except Exception as error:  # not this code's doing
+                except Exception as error:  # an earlier launch's error, not the tested kernel's
                     raise cuda.Unusable(f"the GPU can't be used: {first_line(error)}") from error
                 outcome.append(_tried(kernel, here))
         except BaseException as error:
@@ -210,7 +210,7 @@ _FORMS = {
     Fusion.SILU | Fusion.GATHER: ((Fusion.SILU | Fusion.GATHER, False),),
     Fusion.LOW_RANK: ((Fusion.LOW_RANK, False), (Fusion.LOW_RANK, True)),
     Fusion.LOW_RANK | Fusion.GATHER: ((Fusion.LOW_RANK | Fusion.GATHER | Fusion.BIAS, False),),
-}  # of call, and whether with zero_tail, by the code that runs them
+}  # fusion of the kernel -> (fusion of a call, its zero_tail) to test
 
 
 class _Operands(NamedTuple):
@@ -250,7 +250,7 @@ def _rows_of_x(draw: Draw, reduction: int) -> torch.Tensor:
 
 
 def _some_nan(x: torch.Tensor) -> torch.Tensor:
-    """x with a row of NaN among its first rows, which are the gathered ones."""
+    """x with NaN in row ``_NAN_TOKEN``, among the rows that a gather reads."""
     x[_NAN_TOKEN] = float("nan")
     return x
 

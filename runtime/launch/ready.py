@@ -111,7 +111,7 @@ def ready_for(call: Rows, y: torch.Tensor | None) -> Ready | None:
 
 
 def may_clear(call: Rows, y: torch.Tensor) -> tuple[bool, bool]:
-    """Whether code of one tile a program, and specialised code, is to clear the rows of y that no row goes to."""
+    """Whether the GEMM itself clears rows of y that no index names: (one tile a program, warp-specialised) kernels."""
     rows, M, (_E, N, K) = y.shape[0], call.M, call.sizes
     if not call.scatter or call.index_end(rows) != rows:
         return False, False
@@ -163,7 +163,7 @@ def ready_for_gated(call: Rows) -> Ready | None:
 
 
 def may_add_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether code that adds a low-rank part takes such a call, its operands in bf16 and rows of 16 bytes."""
+    """True if a kernel that adds a low-rank part can run the call: bf16 operands, rows of whole 16 bytes."""
     moves = call.scatter or call.row_weights is not None or call.spares_rows
     dense = isinstance(call.w, torch.Tensor)
     biased = dense and call.bias is not None and not call.gather_divisor  # code that gathers nothing reads no bias
@@ -328,7 +328,7 @@ def kernel_of_rows(problem: Problem, call: Rows, device: int, *, aligned: bool) 
 
 
 def _idles(kernel: LoadedKernel, problem: Problem, call: Rows) -> bool:
-    """Whether a launch would have many programs for tiles of rows that are not expected."""
+    """True if a launch would have many programs without work, if only the expected rows come."""
     if call.spread == 1:
         return False
     from ..dispatch.ranking import idles  # here, as few calls say what they expect
@@ -374,7 +374,7 @@ def kernel_for(problem: Problem, M: int, device: int, *, aligned: bool, pin: Pin
 
 
 def is_by_torch(problem: Problem, M: int, device: int) -> bool:
-    """Whether what dispatch decides for a product on aligned tensors is that torch's grouped_mm runs it."""
+    """True if dispatch selects torch's grouped_mm for a product on aligned tensors."""
     from ..dispatch.decide import Decision, decide
 
     strict, local = settings.settings().strict, local_gpu(device)
@@ -440,7 +440,7 @@ def problem_of(
 
 
 def rows_aligned(call: Rows, y: torch.Tensor) -> bool:
-    """Whether all that this product reads and stores is aligned, and w's rows and experts don't overlap."""
+    """True if all operands are aligned to 16 bytes, and w's rows and experts don't overlap."""
     return _aligned(call, y.data_ptr(), y.shape[1], row_stride(y, y.shape[1]))
 
 

@@ -26,7 +26,7 @@ from ..weights.order import K_ORDER, ORDERS
 from ..weights.row_codes import codes_of_rows, values_of_rows
 from ..weights.writing import empty, quantise_into
 
-UNTOUCHED = 96.0  # what a result holds beforehand; every dtype has it, and no trial comes to it
+UNTOUCHED = 96.0  # fills results before a launch: exact in every dtype, and no test's result
 _T, _TOP_K, _USED = 24, 2, 41  # tokens, slots of each, and how many of the slots belong to an expert
 _NAN_TOKEN = 3
 _QUANTISED = 0.13  # two codes that lie side by side differ by an eighth
@@ -38,7 +38,7 @@ _Run: TypeAlias = "Callable[..., None]"  # (rows, M=, ...): a launch of argument
 
 
 class TrialPlace(NamedTuple):
-    """Where a trial runs: a GPU's memory and a stream of its own; ``wait`` waits for all that was launched."""
+    """The device and stream of a self-test. ``wait`` waits for all its launches."""
 
     device: torch.device
     stream: int
@@ -72,7 +72,7 @@ class Draw:
 
 
 def rounding(dtype: DType) -> float:
-    """How far a result of this dtype may be off, as ``off`` takes it."""
+    """The tolerance of ``off`` for a result of this dtype."""
     return 3e-2 if dtype.quantised else _ROUNDING.get(dtype, 1.6e-2)
 
 
@@ -123,7 +123,7 @@ def trial_of_pass(variant: Variant, function: cuda.Function, op: RowOp, place: T
 
 
 class _On(NamedTuple):
-    """A pass, and where it runs."""
+    """A row kernel under test, and where it runs."""
 
     run: _Run
     place: TrialPlace
@@ -132,7 +132,7 @@ class _On(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of a row: no whole block of them."""
+        """The columns of a row: not a multiple of a program's block."""
         return 264 if self.variant.alignment > 1 else 131
 
     @property
@@ -148,7 +148,7 @@ class _On(NamedTuple):
         return self.place.put(host)
 
     def used(self, count: int = _USED) -> torch.Tensor:
-        """How many of the sorted rows belong to an expert, as a pass reads it."""
+        """The number of rows that belong to an expert, int32 [1] on the GPU."""
         return self.words(torch.tensor([count], dtype=torch.int32, device="cpu"))
 
     def rows(self, host: torch.Tensor) -> torch.Tensor:
@@ -165,11 +165,11 @@ TORCH = dict.fromkeys(DType, torch.bfloat16) | {
     DType.FP16: torch.float16,
     DType.FP32: torch.float32,
     DType.TF32: torch.float32,
-}  # of x and y
+}  # torch's dtype of x and y
 
 
 def _few(rows: int) -> int:
-    """The rows that a launch has programs for, which do the others as well."""
+    """A number of programs below ``rows``: each must loop over several rows."""
     return rows // 3
 
 
@@ -211,7 +211,7 @@ _ACTS = (
     (Activation("situ", beta=2.0, linear_beta=3.0), True, False),
     (Activation("swiglustep", limit=3.0), True, True),
 )
-_LIMIT = 3.0  # of those above
+_LIMIT = 3.0  # the limit of the activations above
 
 
 def _flags(act: Activation, gated: bool, interleaved: bool) -> int:
@@ -244,7 +244,7 @@ def _activation_grad(on: _On) -> str | None:
         host = (draw.normal(M, I * (1 + gated)) * 3).to(on.dtype)
         h = on.rows(
             torch.where((host.abs() - _LIMIT).abs() < 2 * _STEP, 1.0, host)
-        )  # where the slope has a step nobody is wrong
+        )  # no h at the limit, where the slope jumps
         da = on.rows(draw.normal(M, I))
         dh, a = on.rows(full(M + 1, I * (1 + gated))), on.rows(full(M + 1, I))
         dweights = on.words(full(M))

@@ -54,7 +54,7 @@ _logged: set[str] = set()
 class KernelConfig:
     """A preferred kernel: a tile, its warps and stages. What pretuned has no knob for changes nothing.
 
-    ``permute_x``, ``permute_y`` and ``fuse_mul_post`` are told by the call's own parameters; ``flatten`` and
+    ``permute_x``, ``permute_y`` and ``fuse_mul_post`` are parameters of the call; ``flatten`` and
     ``use_tma_store`` have no counterpart here.
     """
 
@@ -82,7 +82,7 @@ class KernelConfig:
 
 @dataclasses.dataclass
 class KernelConfigForward(KernelConfig):
-    """Of the forward."""
+    """A preferred kernel for y."""
 
     use_tma_load_w: bool = False
     use_tma_load_x: bool = False
@@ -90,7 +90,7 @@ class KernelConfigForward(KernelConfig):
 
 @dataclasses.dataclass
 class KernelConfigBackward_dX(KernelConfig):  # noqa: N801, the documented name
-    """Of the gradient of X."""
+    """A preferred kernel for dX."""
 
     use_tma_load_dy: bool = False
     use_tma_load_w: bool = False
@@ -98,7 +98,7 @@ class KernelConfigBackward_dX(KernelConfig):  # noqa: N801, the documented name
 
 @dataclasses.dataclass
 class KernelConfigBackward_dW(KernelConfig):  # noqa: N801, the documented name
-    """Of the gradient of W."""
+    """A preferred kernel for dW."""
 
     use_tma_load_dy: bool = False
     use_tma_load_x: bool = False

@@ -81,9 +81,9 @@ def test_winners_are_asked_nearest_first() -> None:
     winners.add(PROBLEM._replace(op=Op.DX), 1024, NAMES[3])
     assert winners.near(PROBLEM, 2048) == [NAMES[1], NAMES[2], NAMES[0]]
     assert winners.near(PROBLEM, 64) == [NAMES[0], NAMES[1], NAMES[2]]
-    assert winners.transposed(gathers, 1024) == NAMES[1]
-    assert winners.transposed(gathers, 2048) is None
-    assert winners.transposed(PROBLEM, 1024) is None
+    assert winners.other_fusion(gathers, 1024) == NAMES[1]
+    assert winners.other_fusion(gathers, 2048) is None
+    assert winners.other_fusion(PROBLEM, 1024) is None
 
 
 def test_of_other_shapes_the_most_alike_are_asked_first() -> None:
@@ -117,6 +117,6 @@ def test_a_plain_product_measured_after_its_forms_is_not_narrowed_to_what_won_th
     winners = Winners()
     gathers = PROBLEM._replace(fusion=Fusion.GATHER)
     winners.add(gathers, 1024, NAMES[1])
-    assert winners.transposed(PROBLEM, 1024) is None
-    assert winners.transposed(PROBLEM._replace(fusion=Fusion.SCATTER), 1024) == NAMES[1]
+    assert winners.other_fusion(PROBLEM, 1024) is None
+    assert winners.other_fusion(PROBLEM._replace(fusion=Fusion.SCATTER), 1024) == NAMES[1]
     assert winners.near(PROBLEM, 1024) == [NAMES[1]]
