@@ -68,7 +68,7 @@ class LayerPlan(Programs):
         self._there, self._behind = itemgetter(*there), behind  # where biases and adapters begin
         self.programs: dict[bool, Program] = {}  # by whether h is kept
 
-    def replay(
+    def call(
         self,
         hidden: torch.Tensor,
         gate_up: _W,
@@ -80,7 +80,7 @@ class LayerPlan(Programs):
         out: torch.Tensor | None = None,
         lora: Any = None,
     ) -> torch.Tensor | None:
-        """The call, of ``moe_mlp``'s arguments, in hidden's shape; None where it is another one, and nothing is done.
+        """The result of ``moe_mlp`` with these arguments; None, and nothing is done, if the plan does not serve them.
 
         ``lora`` are the adapters of both products (``api.lora.Lora``), if there are any.
         """

@@ -166,9 +166,9 @@ def explain_on(
         answer = replace(answer, order=str(summed(best.usable, best.variant, problem)))
     if best is None:
         return answer
-    from ..launch.loader import standing  # here, as it brings all that launches along
+    from ..launch.loader import self_test_text  # here, as it brings all that launches along
 
-    return replace(answer, self_test=standing(best.usable.bundle, best.index, best.variant, local))
+    return replace(answer, self_test=self_test_text(best.usable.bundle, best.index, best.variant, local))
 
 
 def _with_few_rows_of_many(answer: Explanation, *, strict: bool) -> Explanation:

@@ -24,7 +24,7 @@ from ..dispatch.ranking import by_tile, why_not
 from ..dispatch.rowops import ranked
 from ..dispatch.snapshot import Rejected, Snapshot, View
 from ..driver.device import current_device, local_gpu
-from ..launch.loader import loaded, prepare, stands
+from ..launch.loader import loaded, may_run, prepare
 from ..launch.ready import is_by_torch
 from ..locks import at_fork, lock
 from ..ops import layer  # noqa: F401 - most of what a first call imports: it is to be there, too
@@ -215,7 +215,7 @@ def _usable(bundle: BundleFile, index: int, device: int, snapshot: Snapshot, loc
     """The handle of a variant that was loaded and is proven; None where it is damaged, or wrong on this GPU."""
     try:
         kernel = loaded(bundle, index, device, local.gpu.sm_count)
-        if stands(bundle, index, kernel, local) is not False:
+        if may_run(bundle, index, kernel, local) is not False:
             return kernel.function.handle
         snapshot.reconsider()
     except BundleError as error:

@@ -72,7 +72,7 @@ def load_first(
         usable, index = chosen
         try:
             kernel = loaded(usable.bundle, index, device, local.gpu.sm_count)
-            tested = stands(usable.bundle, index, kernel, local)
+            tested = may_run(usable.bundle, index, kernel, local)
         except BundleError as error:
             snapshot.reject(usable.bundle, error)
             continue
@@ -98,7 +98,7 @@ def judged_on(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu)
     return bundle.judged_on(index)
 
 
-def standing(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) -> str:
+def self_test_text(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) -> str:
     """The variant's self-test result on this GPU, as a phrase."""
     gpu = judged_on(bundle, index, variant, local)
     if gpu is not None:
@@ -113,7 +113,7 @@ def standing(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) 
     return f"failed its self-test on this GPU on {result.day}: {result.why}"
 
 
-def stands(bundle: BundleFile, index: int, kernel: LoadedKernel, local: LocalGpu) -> bool | None:
+def may_run(bundle: BundleFile, index: int, kernel: LoadedKernel, local: LocalGpu) -> bool | None:
     """True if a variant may be used: it was measured on this capability, or passes its self-test, run now if necessary.
 
     False if it is wrong or can't be tested; None during a graph capture, where no test can run.

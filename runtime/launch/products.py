@@ -75,7 +75,7 @@ def operands_of(w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | Non
     operands = {"w": w.codes, "w_scale": w.kernel_scale if w.is_prepared else None, "w_outer": w.outer_scale}
     operands["w_zero"], plain = w.zero, w.plain_scale
     if all(plain is not operand for operand in operands.values()):  # else two operands would be one tensor
-        operands["w_scales"] = plain  # as they are, beside those that are made of them
+        operands["w_plain_scale"] = plain  # also the scales as they are, not only those derived for kernels
     return operands
 
 
@@ -83,8 +83,8 @@ def _plain_scale(w: ExpertWeights) -> str:
     """The name of the operand that is ``w.plain_scale``."""
     operands = operands_of(w)
     return (
-        "w_scales"
-        if "w_scales" in operands
+        "w_plain_scale"
+        if "w_plain_scale" in operands
         else next(name for name, tensor in operands.items() if tensor is w.plain_scale)
     )
 

@@ -241,7 +241,7 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Read
     def build() -> Ready | None:
         problem = problem_of(call.op, x, E, N, K, layout, fusion, w.kernel_dtypes[-1])
         if platform_supported() and (both := _by_codes(problem, w.kernel_dtypes)) is not None:
-            kernel = _verdicts_kernel(both, problem.dtype, call, device, 0, aligned=aligned)
+            kernel = _kernel_for_codes(both, problem.dtype, call, device, 0, aligned=aligned)
             if kernel is not None:
                 from .gemm import Fused
 
@@ -288,7 +288,7 @@ def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
         raise InputError("grouped_gemm: x has rows that lie apart, which can't be quantised: pass x.contiguous()")
     codes = dtypes[0] if quantises and dense else None
     fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
-    key = ("mixed", *fixed, call.bucket, device, first, codes is None, call.pin)
+    key = ("prepared", *fixed, call.bucket, device, first, codes is None, call.pin)
 
     def build() -> Ready | None:
         problem = problem_of(call.op, x, E, N, K, Layout.NK, fusion, dtypes[-1])
@@ -321,7 +321,7 @@ def _always_quantises() -> bool:
 def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Ready | None:
     """A kernel for a product of codes after the pass that quantises x; None where one that leaves x is to run."""
     device = call.x.get_device()
-    kernel = _verdicts_kernel(problem, other, call, device, call.gather_divisor)
+    kernel = _kernel_for_codes(problem, other, call, device, call.gather_divisor)
     if kernel is None:
         return None
     quantize = rowops.launcher(CODE_OPS[problem.dtype].quantize, DType.BF16, device, aligned=True)
@@ -330,7 +330,7 @@ def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Ready
     return of_rows(kernel, problem, call, fused)._replace(quantize=quantize)
 
 
-def _verdicts_kernel(
+def _kernel_for_codes(
     problem: Problem, other: DType, call: Rows, device: int, top_k: int, *, aligned: bool = True
 ) -> LoadedKernel | None:
     """The variant for quantised x, loaded on ``cuda:device``; None where x stays as it is.
