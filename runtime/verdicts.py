@@ -32,7 +32,7 @@ _FORM = 2  # of the file's content
 # reasons these alone are a computed result, a fault or a hang.
 _RESULTS_OF_FORM_1 = r", wanted | are wrong$| noted wrongly$| were stored$|did not end within \d+ s$|^\S+ \S+ \S+ w="
 _MOST = 4096  # results in a file
-_MOST_CHARS = 400  # of a reason
+_MOST_CHARS = 400  # longest stored reason
 _LOCK_TIMEOUT_S = 2.0  # once a process: whoever holds the overlay's lock that long may hold it for good
 
 _log = logging.getLogger(__name__)

@@ -336,7 +336,7 @@ def scaled(part, outer, expert, col, N, FORMAT: gl.constexpr, DX: gl.constexpr):
 
 @gluon.jit
 def biased_across(part, moved, expert, col, N):
-    """The part, whose rows are y's columns from ``col`` on, and their bias."""
+    """part + bias. The rows of ``part`` are y's columns from ``col`` on."""
     if (moved[6] & BIAS_FLAG) != 0:
         n = col + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, part.type.layout))
         added = gl.load(moved[2] + expert.to(gl.int64) * N + n, mask=n < N, other=0.0)

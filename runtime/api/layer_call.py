@@ -183,7 +183,7 @@ def _check_out(
 
 
 def _check_tensors(arguments: dict[str, torch.Tensor | ExpertWeights], **biases: torch.Tensor | None) -> None:
-    """Raise InputError, by the caller's names, for tensors that are of no use by their types, dtypes and devices."""
+    """Raise InputError, with the caller's names, for tensors of a wrong type, dtype or device."""
     quantised: dict[str, ExpertWeights] = {}
     plain: dict[str, torch.Tensor] = {}
     for name, value in arguments.items():

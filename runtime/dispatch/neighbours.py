@@ -36,8 +36,8 @@ _Place: TypeAlias = "tuple[float, float, float]"  # the binary logarithms of E, 
 _Cell: TypeAlias = "tuple[Usable, list[Any]]"  # a bundle, and what it says of the cell, as ``Timed`` has it
 _Found: TypeAlias = "tuple[float, int, int, _Shape]"  # distance, index of the shape, logarithm of M
 
-_WINDOWS = (0.8, 1.6, math.inf)  # doublings of E between which shapes are looked for
-_BESIDE = 2  # buckets to either side of the best one of a shape that are looked at
+_WINDOWS = (0.8, 1.6, math.inf)  # distances in doublings of E within which shapes are searched
+_BESIDE = 2  # buckets on each side of a shape's nearest bucket that are read
 _MORE = 16  # cells that are found before they are sorted again
 _SHAPES = 40  # nearest shapes that are read
 _NO_BETTER = 1.001  # least expected time, over the best, of a variant that won no cell nearby

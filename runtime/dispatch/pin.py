@@ -99,7 +99,7 @@ def preferred(
 def nearest(
     snapshot: Snapshot, knobs: Mapping[str, int], problem: Problem, local: LocalGpu, *, aligned: bool
 ) -> Config | None:
-    """The config nearest to the preferred knobs, of those in usable bundles for a form of call; None without any.
+    """The config nearest to the preferred knobs, of all variants that can run the problem; None if there are none.
 
     ``knobs`` has values of some of a config's knobs by name; the others may be anything.
     """

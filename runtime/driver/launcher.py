@@ -39,7 +39,7 @@ _CACHED = 256
 # is no dense tensor may touch memory behind it. They ask to clear this bit, 85 of the descriptor: 5 of its byte 10.
 _FAR = 128 << 10
 _PROBES_FAR = 1 << 5
-_OTHER_ADDRESS = 0x7FFFFFF0  # the bits in which another one differs: aligned as well
+_OTHER_ADDRESS = 0x7FFFFFF0  # XOR gives another aligned address
 _ELEMENT_BYTES = {0: 1, 2: 4, 6: 2, 7: 4, 9: 2, 11: 4}  # of a CUtensorMapDataType (cuda.h)
 
 Words: TypeAlias = "tuple[tuple[str, str], ...]"  # (name, kind): ptr, i32, i64, desc2, desc3, desc4
@@ -424,7 +424,7 @@ class ProductLauncher(Launcher):
         shifts = shifts_of(behind, [name for name, passed in zip(names, there, strict=False) if passed])
         values, grid, layout, blocks = self._numbers(numbers), self._grid, self._layout, self._blocks
         packed, constant = layout.launch([True, True, True, *there])
-        # Of each address: what describes it, and the nulls that lie behind it.
+        # For each address: its entry of ``_fills`` or None, and the null arguments that follow it.
         words: list[tuple[Any, list[int]]] = []
         for at, passed in enumerate(there):
             if passed:

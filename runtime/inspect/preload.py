@@ -82,7 +82,7 @@ def _collect_in_children() -> None:
 
 
 def _nobody_waits() -> None:
-    """In a child of ``fork``: whoever made the collector wait is a thread that it does not have."""
+    """Run in a child of ``fork``: the thread that paused the collector does not exist there."""
     global _waited_for
     if _waited_for and _collected:
         gc.enable()
@@ -343,10 +343,10 @@ def records_of(names: Sequence[str], view: View, weights: str | None = None) -> 
 
 
 def turned(problems: Sequence[Problem], layout: Layout | None) -> Iterator[Problem]:
-    """The problems with w in this layout, or as they are if None.
+    """The problems, with w in this layout unless it is None.
 
-    dW of a w that is turned has N and K exchanged. How its w lies the problems beside it say, of that layout alone
-    where both are there; where there are none, dW is here in both orders.
+    dW with w in the other layout has N and K exchanged. Which dW belong to ``layout`` follows from the sizes of the
+    forwards and dX; without any of these, dW is yielded in both orders.
     """
     if layout is None:
         yield from problems

@@ -90,7 +90,7 @@ class ServedLayer(NamedTuple):
 
     @property
     def all_problems(self) -> tuple[Problem, ...]:
-        """These, and those whose x is quantised, too, where the checkpoint says so and codes in order have such."""
+        """``problems``, also with quantised x if the checkpoint asks for it and prepared weights support it."""
         dtypes = [dtype for dtype in dtypes_of(self.dtype.value) if not dtype.quantises_x or dtype in CODE_OPS]
         return tuple(problem for dtype in dtypes for problem in self._products(dtype, self.width))
 

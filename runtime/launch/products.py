@@ -253,7 +253,7 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
 def _quantised_product(
     ready: Ready, quantize: RowOpLauncher, call: Rows, fusion: Fusion, words: tuple[int, int]
 ) -> Product:
-    """A product of codes that the row kernel ``quantize`` makes of x, or orders; ``words`` are as in ``_of_codes``."""
+    """The row kernel ``quantize`` (quantises x, or orders its codes), then the GEMM. ``words``: see ``_of_codes``."""
     from . import gather as launch_gather
     from . import rowops
     from .quantised import order_step, quantize_step
@@ -276,7 +276,7 @@ def _quantised_product(
 
 
 def _of_codes(ready: Ready, before: Step, call: Rows, left: Fusion, words: tuple[int, int]) -> Product:
-    """A product of codes that the step ``before`` makes of x, which gathers its rows where the call does.
+    """The step ``before``, which makes x's codes and gathers rows if the call does, then the GEMM.
 
     ``left`` is what else the call does; ``words`` are the stride of y's rows and where indices end.
     """

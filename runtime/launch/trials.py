@@ -77,16 +77,15 @@ def rounding(dtype: DType) -> float:
 
 
 def full(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Memory on the host that nothing was stored to."""
+    """Host memory filled with UNTOUCHED."""
     return torch.full(shape, UNTOUCHED, dtype=dtype, device="cpu")
 
 
 def off(got: torch.Tensor, want: torch.Tensor, most: float, above: int = 0) -> str | None:
-    """The first element of ``got`` that is not what is wanted, in words; None where all are.
+    """Describe the first wrong element of ``got``; None if all are right.
 
-    ``above`` of the rows come before the result's first.
-    An element may be off by ``most`` times (its size + the root mean square of its row). NaN is wanted where it is NaN,
-    and where ``want`` is untouched nothing may have been stored.
+    |got - want| may be ``most`` * (|want| + the root mean square of want's row). If want is NaN or UNTOUCHED, got must
+    be the same. ``above``: number of rows before the first, for the message.
     """
     numbers = got.cpu().float()
     untouched = want == UNTOUCHED

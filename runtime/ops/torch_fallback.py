@@ -72,10 +72,10 @@ def on_cuda(
     sm: int,
     aligned: bool,
 ) -> None:
-    """Fills y [M, N] through torch, rows past the sum of m_sizes untouched.
+    """Write y[g] = x[g] @ w[g].T to y [M, N] by torch; rows past the sum of m_sizes stay.
 
-    Without a synchronisation where torch has a kernel for it (bf16 on 9.x and 10.x); elsewhere a loop
-    over the experts, which reads m_sizes on the host.
+    By torch's grouped_mm, if it needs no synchronisation (bf16 on capabilities 9.x and 10.x); else by a loop over
+    experts, which reads m_sizes on the host.
 
     Raises
     ------
@@ -114,7 +114,7 @@ def store(
 ) -> None:
     """y[to(m)] = weight(m) * (product[m] + bias[expert of m]), as ``reference.rows`` does; other rows of y stay.
 
-    ``gathered``: the product's rows were found by ``index``, so one out of range has none.
+    ``gathered``: x was gathered by ``index``, so a row whose index is out of range has no product.
     """
     M = product.shape[0]
     if bias is not None:

@@ -84,7 +84,7 @@ def _silu_of_act_fn(experts: Any, name: str, **numbers: str) -> Activation | Non
 
 
 def _of_fp8(experts: Any) -> Activation | None:
-    """The activation of transformers' own fp8 experts, whose gate is for all models."""
+    """The activation of transformers' own fp8 experts, which is one for all models."""
     if getattr(experts, "gate_softcap", None) is not None:
         return _with_numbers(experts, "situ", beta="gate_softcap", linear_beta="up_softcap")
     if getattr(experts, "swiglu_alpha", None) is not None:

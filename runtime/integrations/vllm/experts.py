@@ -277,9 +277,9 @@ def try_once(experts: Any, layer: Any, w13: torch.Tensor) -> None:
 
 
 class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
-    """One ``moe_mlp`` a layer: sorted, multiplied, weighted and summed over each token's experts.
+    """Runs ``moe_mlp``: sort, multiply, weigh and sum over each token's experts.
 
-    With ``weights`` these are multiplied, whatever a call is given: quantised ones have more than its two tensors.
+    With ``weights`` it uses these, not the two tensors of a call: quantised weights have more tensors.
     """
 
     def __init__(self, moe_config: Any, quant_config: Any, **batched: Any) -> None:
