@@ -2,7 +2,7 @@
 
 An expert's rows are shared out evenly among as few tiles of BLOCK_M rows at most as hold them, and a tile computes as
 many of its rows as there are, rounded up to 16: wgmma computes 64 rows at a time, but any eight columns, so a tile is
-computed turned round, 128 columns of w by its rows of x, and turned back when it is stored. rows.py, whose tiles
+computed transposed, 128 columns of y by its rows, and transposed back when it is stored. rows.py, whose tiles
 are of 128 rows in halves of 64, loses up to 63 rows of each expert's last tile, and loads w once for every 128.
 
 Both warpgroups share a tile of 256 rows, 64 columns each, or take whole tiles of 192 in turns

@@ -1,7 +1,7 @@
-"""``grouped_gemm``: a call that is like an earlier one runs its plan, any other is checked and leaves one.
+"""``grouped_gemm``: a call like an earlier one runs its plan; any other is checked, run, and leaves a plan.
 
-Plans are in one table of the snapshot, by what decides of a call which kernels run and how: ``product_plan.py``
-compares the rest. Any other call is checked, cast for autocast, tuned if asked, then run with its gradient or without.
+Plans are in a table of the snapshot. Their keys have all that decides which kernels run; ``product_plan.py`` compares
+the rest. Any other call is checked, cast for autocast, tuned if asked, and run with or without its gradient.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def grouped_gemm(
             if y is not None:
                 return y
     keep = None
-    if key is not None:  # the plan of these sizes, or of tf32
+    if key is not None:  # some calls have plans for their exact sizes, or for tf32
         plan = None
         try:
             varies = (
@@ -398,7 +398,7 @@ def _run(
 ) -> torch.Tensor:
     """y of ``grouped_gemm``, on any device, differentiable where an input requires grad.
 
-    A plan of the call, where there is one, is put into ``keep``.
+    If the call can have a plan, it is stored in ``keep``.
 
     Raises
     ------
@@ -506,7 +506,7 @@ def _adapted(
     out: torch.Tensor | None,
     keep: _Place | None,
 ) -> torch.Tensor:
-    """y of a checked call with an adapter; a plan of one that can have it is put into ``keep``."""
+    """y of a checked call with an adapter. If the call can have a plan, it is stored in ``keep``."""
     from .adapted import check_no_gradient, low_rank_of  # here, as it imports all of a layer
 
     adapter, fusions = low_rank_of(lora, x, call.m_sizes, call.N), call.fusions
@@ -540,7 +540,7 @@ def _adapted(
 
 
 def _kept(place: _Place | None, new_plan: ProductPlan | None) -> None:
-    """Put a plan into its place, where there are both, and all of the call was written down."""
+    """Store a new plan, if the call may have one and was recorded completely."""
     if place is not None and new_plan is not None and new_plan.program is not None:
         table, key, _ = place
         remember(table, key, new_plan)

@@ -1,4 +1,4 @@
-"""Layers that come again: the programs that were written down of one, for others that are like it, without checks.
+"""Plans of repeated layers: programs recorded in one call run later calls like it, without checks.
 
 A plan belongs to the layer's weights and to a bucket of rows, for which all its kernels were chosen, whatever the
 number of tokens.
@@ -95,7 +95,7 @@ class LayerPlan(Programs):
                 )
             except check_tensors.UNUSABLE:
                 return None
-            # (As when it was written down.)
+            # As in the recorded call.
             x = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         if not self.takes(x, parameters, ids, weights, out, adapters):
             return None

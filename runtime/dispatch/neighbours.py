@@ -1,10 +1,9 @@
-"""The measured cells around one that no bundle has: what bundles hold, by shape, read when it is first asked for.
+"""The measured cells around a cell that no bundle has, by shape; read when first needed.
 
-Only bundles of this capability count, and of their GPUs the one that is this one, or else most like it, and has
-measured anything of the kind. What this process compiled or tuned itself counts for nothing here: it hangs on the calls
-so far, and every process is to choose alike. Nor do bundles that have a say in their own cells alone
-(``Usable.speaks_of_others``): none makes another cell slower. ``kernels/neighbours.py`` reckons with what is
-found.
+Only bundles for this capability count, with the times of this GPU, or else of the measured GPU most like it. What this
+process compiled or tuned itself does not count: it depends on earlier calls, and all processes must choose alike. Nor
+do bundles that were built to add to others (``Usable.speaks_of_others``), so that no bundle makes another's cell
+slower. ``kernels/neighbours.py`` computes with these cells.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def driver_version() -> int:
 
 
 def device_count() -> int:
-    """How many GPUs the driver has for this process, whatever torch makes of them."""
+    """The number of GPUs that the driver shows to this process; torch may count others."""
     lib, count = library(), c_int()
     code = lib.cuInit(0)
     if code != NO_DEVICE:

@@ -78,7 +78,7 @@ class TensorMaps:
     ) -> tuple[int, bytes, bool]:
         """The first eight bytes of a descriptor as a number, the rest, and whether those are of any address.
 
-        They are if the driver puts the address first and nothing else hangs on it. (PTX's tensormap.replace changes
+        They are if the driver puts the address first and nothing else depends on it. (PTX's tensormap.replace changes
         the address alone, too.) That is asked of the driver once, by a second descriptor.
         """
         encoded = self.known.get(key) or self.encode(key, sizes, strides)
@@ -438,9 +438,9 @@ class ProductLauncher(Launcher):
         sized: dict[int, _Sized] = {}
 
         def size(M: int, addresses: list[int]) -> _Sized:
-            """Pack what all launches of M rows share. It is kept, unless a descriptor's other words need its address.
+            """Pack what all launches of M rows share; cached, unless a descriptor's other words depend on its address.
 
-            The first words of such descriptors take the place of their addresses.
+            In ``addresses``, addresses of described operands become the first words of their descriptors.
             """
             end, behind, any_address = M if all_rows else index_end, [], True
             head = layout.head.pack(M, end, *values, grid(M, end), layout.tail)

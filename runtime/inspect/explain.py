@@ -363,7 +363,7 @@ def _of_codes(problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: i
 def _gathered_first(
     snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: int
 ) -> ways.Ruled | None:
-    """Whether rows are gathered beforehand; None where none are gathered, or no choice of a bundle runs the problem."""
+    """True if rows are gathered beforehand; None if none are gathered, or no bundle's choice runs the problem."""
     if Fusion.GATHER not in problem.fusion:
         return None
     code = problem._replace(fusion=Fusion.GATHER)

@@ -188,7 +188,7 @@ def preload(
                 kernels.update(() if other is None else (other.function.handle,))
             by_torch += aligned and not problem.fusion and is_by_torch(problem, bucket, device)
     met = dict.fromkeys(problem for problem, _ in cells)
-    while True:  # each turn but the last finds code that is damaged or wrong: others take its place
+    while True:  # again if code is damaged or wrong: other variants then take its place
         more = (
             *planned_for(cells, snapshot, local),
             *fallbacks_of(met, snapshot, local),
@@ -226,7 +226,7 @@ def _usable(bundle: BundleFile, index: int, device: int, snapshot: Snapshot, loc
 def planned_for(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
     """Every variant that the bundles' plans have for some call of a cell, in place of the cell's own choice."""
     all_cells = list(cells)
-    while True:  # each turn drops a bundle
+    while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             return list(
                 dict.fromkeys(
@@ -261,7 +261,7 @@ def cells_of(wanted: Mapping[Problem, Iterable[int]], snapshot: Snapshot, local:
 
 def fallbacks_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
     """Every variant that a call on tensors that are not aligned could come to: a few of each kind."""
-    while True:  # each turn drops a bundle
+    while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             return list(
                 dict.fromkeys(

@@ -29,7 +29,7 @@ class Untested:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """How many variants were ``tested`` elsewhere on the GPU's capability, and how many ``passed`` on this GPU.
+    """Numbers of variants: ``tested`` on another GPU of this capability, ``passed`` on this GPU.
 
     ``wrong`` has one line for each variant that failed. ``left`` are the untested variants.
     """

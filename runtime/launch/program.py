@@ -43,16 +43,15 @@ _TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards
 
 
 def replays(dtype: torch.dtype) -> bool:
-    """Whether layers and gradients of a dtype have plans."""
+    """True if layers and gradients of a dtype have plans."""
     return dtype in KINDS
 
 
 class Step(NamedTuple):
     """One launch, prepared except for its addresses and its number of rows.
 
-    ``run(M, stream, *addresses)`` launches it for M sorted rows; ``operands`` names what begins at these addresses, 0
-    stands for none. ``name`` is what people are told. Without ``scales`` it has sizes beside M of the call that it was
-    made for.
+    ``run(M, stream, *addresses)`` launches it for M sorted rows. ``operands`` names the tensors at these addresses, 0
+    is none. ``name`` is for people. Without ``scales`` it depends on sizes of its call other than M.
     """
 
     run: Callable[..., None]

@@ -580,7 +580,7 @@ def _stack(column: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes."""
+    """The tensor's bytes, uint8."""
     return tensor.reshape(-1).view(torch.uint8)
 
 

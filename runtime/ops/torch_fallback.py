@@ -27,7 +27,7 @@ def tell_reference(device: str) -> None:
 
 
 def ends_of(m_sizes: torch.Tensor, M: int) -> torch.Tensor:
-    """Where each expert's rows end, int32 [E], in [0, M] and ascending whatever the counts are. In three launches."""
+    """The end row of each expert, int32 [E]: ascending and in [0, M] for any m_sizes. Takes three launches."""
     narrow = m_sizes.shape[0] * M < 1 << 31
     ends = m_sizes.clamp(0, M).cumsum(0, dtype=torch.int32 if narrow else torch.int64)
     return ends.clamp_(max=M).to(torch.int32)

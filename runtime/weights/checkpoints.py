@@ -304,7 +304,7 @@ def _settings(config: Mapping[str, Any], modules: list[tuple[str, ...]]) -> list
 
 
 def _reader(config: Mapping[str, Any], module: str) -> _Reader:
-    """How a module with these settings is read."""
+    """The reader of a module with these settings."""
     method = config.get("quant_method") or ("modelopt" if "quant_algo" in config else None)
     if config.get("expert_dtype") == "fp4":
         return _Reader("mxfp4", packings.deepseek_fp4)
@@ -355,7 +355,7 @@ def _gptq(config: Mapping[str, Any], module: str) -> _Reader:
 
 
 def gptq_zeros(config: Mapping[str, Any]) -> tuple[bool, bool]:
-    """How a GPTQ checkpoint with this config stores zero points: ``less_one`` and ``by_word`` of ``packings.gptq``.
+    """(``less_one``, ``by_word``) of ``packings.gptq``: how a checkpoint with this config stores zero points.
 
     AutoGPTQ's and GPTQModel's tensors. https://github.com/ModelCloud/GPTQModel, quantization/config.py
     """

@@ -625,7 +625,7 @@ class ExpertWeights:
         return f"ExpertWeights({self.format}, E={E}, N={N}, K={K}, device={str(self.device)!r}{prepared})"
 
     def _has_room(self, order: CodeOrder) -> bool:
-        """Whether these weights can be prepared; NaN among their codes is logged."""
+        """True if these weights can be prepared; NaN among their codes is logged."""
         if not order.fits(self._quantised):
             return False
         if not _has_nan(self):
@@ -834,5 +834,5 @@ def _check_prepared(weights: ExpertWeights) -> None:
 
 
 def key_of(w: torch.Tensor | ExpertWeights) -> tuple[object, ...]:
-    """By what a plan is found for these weights: where they begin; of quantised ones what they are, too."""
+    """The part of a plan's key that is from w: its address, and the format if it is quantised."""
     return (w.codes.data_ptr(), w.format) if isinstance(w, ExpertWeights) else (w.data_ptr(),)

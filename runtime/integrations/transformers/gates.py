@@ -207,7 +207,7 @@ def _own(function: Any, digests: Collection[str]) -> _Own | None:
 
 
 def _holds(own: _Own, function: FunctionType) -> bool:
-    """Whether neither the function's code nor what it reads was replaced."""
+    """True if the function's code, and the objects that it reads, are still the recognised ones."""
     if function.__code__ is not own.code:
         return False
     return all([space.get(name) is meant for space, name, meant in own.reads])  # noqa: C419 (of a generator it is slow)
@@ -245,7 +245,7 @@ def _reads(function: FunctionType) -> tuple[_Read, ...] | None:
 
 
 def _is_torch_s(name: str, value: object) -> bool:
-    """Whether a function is torch's own of this name, or a module, type or dtype torch's."""
+    """True if a value is torch's own function of this name, or a module, type or dtype of torch."""
     if isinstance(value, FunctionType):
         return value.__globals__ is vars(functional) and value.__code__.co_name == name
     if isinstance(value, ModuleType):

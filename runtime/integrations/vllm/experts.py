@@ -232,7 +232,7 @@ def layer_of(moe: Any, act: RowActivation, dtype: DType | None = None) -> Served
 
 
 def is_batched(moe: Any) -> bool:
-    """Whether the all-to-all of a layer hands over tokens by expert, padded: deepep_low_latency and nixl_ep."""
+    """True if the layer's all-to-all returns tokens grouped by expert and padded: deepep_low_latency, nixl_ep."""
     return bool(moe.moe_parallel_config.use_batched_activation_format)
 
 
@@ -328,7 +328,7 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         return settings().invariance is not None and bool(current_platform.is_cuda())
 
     def supports_expert_map(self) -> bool:
-        """Whether experts may be on other ranks."""
+        """True: experts may be on other ranks."""
         return True
 
     def finalize_weight_and_reduce_impl(self) -> Any:
