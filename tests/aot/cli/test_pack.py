@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 import signing
 
-from pretuned.aot.pack.image import tag
-from pretuned.aot.pack.package import contents
+from pretuned.aot.pack.package import contents, tag
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.format import codec
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from pretuned.aot.cli.main import run
-from pretuned.aot.compare.libraries import (
+from pretuned.aot.compare.products import Inputs, matmul_loop
+from pretuned.aot.compare.result import OURS, kind_of
+from pretuned.aot.compare.run import (
     LOOP,
     TORCH,
     Libraries,
@@ -19,13 +21,14 @@ from pretuned.aot.compare.libraries import (
     NoCall,
     PeerProduct,
     PreparedCall,
+    _Compared,
     _deepgemm_call,
     _vllm_call,
+    capture_call,
+    cells_of,
     find_libraries,
+    replayed_error,
 )
-from pretuned.aot.compare.products import Inputs, matmul_loop
-from pretuned.aot.compare.result import OURS, kind_of
-from pretuned.aot.compare.run import _Compared, capture_call, cells_of, replayed_error
 from pretuned.aot.measure.clock import HostClock
 from pretuned.aot.measure.inputs import activations, routed_rows, weights
 from pretuned.aot.models.load import load_models

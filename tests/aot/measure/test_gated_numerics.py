@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pretuned.aot.measure.bench import GatedNumericsCheck
 from pretuned.aot.measure.calls import Tensors
 from pretuned.aot.measure.inputs import activations, routed_rows, weights
-from pretuned.aot.measure.numerics import GatedNumericsCheck
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem
 from pretuned.kernels import reference

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pretuned.aot.measure.bench import NumericsCheck
 from pretuned.aot.measure.calls import Tensors
 from pretuned.aot.measure.inputs import activations, quantised_weights, routed_rows, weights
-from pretuned.aot.measure.numerics import NumericsCheck
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
