@@ -1,6 +1,6 @@
 """Run the tuner: a worker for each GPU with its waiting cells, and recovery when a GPU is lost.
 
-``TunerState`` below has the measured cells of a run, the cells to measure, each GPU, and the second measurement pass.
+``TuningState`` below has the measured cells of a run, the cells to measure, each GPU, and the second measurement pass.
 A cell is measured with a few candidates, before it is known which variants ship: a shipped variant that may be the
 fastest may be missing there. And times of few rounds are some percent off in long launches: if a choice took longer
 than the fastest, more rounds tell whether that is real. Such cells are measured again.
