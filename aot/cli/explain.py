@@ -23,9 +23,8 @@ from ..plan.plan import problems_of, shapes_on
 from ..plan.targets import parse_gpu
 from ..process.gpus import native_sm
 from . import completion
-from .echo import echo, tell
 from .options import as_json, count_list, print_json, wanted_ops
-from .table import next_steps, table
+from .table import echo, next_steps, table, tell
 
 
 @dataclass(frozen=True, slots=True)

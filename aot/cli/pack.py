@@ -20,9 +20,8 @@ from ..pack.package import (
     write_image,
 )
 from ..process.output import check_wheel, check_writable
-from .echo import echo, quoted, tell_one
 from .options import as_json, bundle_files, directory, print_json
-from .table import next_steps, size
+from .table import echo, next_steps, quoted, size, tell_one
 
 
 @click.command()

@@ -21,9 +21,8 @@ from ..models.layer import LayerShard
 from ..models.load import load_models
 from ..plan.families import Pool, families, fused, to_compile
 from ..plan.plan import BuildPlan, planned_on, shapes_on
-from .echo import echo, tell
 from .options import as_json, cache_of, load, print_json, quiet, wanted_ops, what_to_build
-from .table import duration, paragraph, size, table
+from .table import duration, echo, paragraph, size, table, tell
 
 # CPU seconds of a variant with its assembler, measured with Triton 3.7 on two busy server cores.
 _VARIANT_S = 0.7

@@ -42,9 +42,18 @@ from ...runtime.weights.row_codes import codes_of_rows
 from ..journal.records import AGAIN, FAULT, LONG_NS, ROUTINGS, WRONG, Failure, Measured, Rematch, Timing
 from ..journal.timings import LEAST_BAND, plain_of
 from ..process.gpus import busy, gpu_uuid
-from .calls import TORCH, Tensors, caller, torch_caller
 from .clock import Clock, Replayed
-from .inputs import MAX_ERROR, measured_routings, quantised_weights, top_k_of, weights
+from .inputs import (
+    MAX_ERROR,
+    TORCH,
+    Tensors,
+    caller,
+    measured_routings,
+    quantised_weights,
+    top_k_of,
+    torch_caller,
+    weights,
+)
 from .job import MeasureJob, MeasureResult, Setup, WorkerInfo
 
 MAX_ROW_ERROR = 0.1  # of one row, over the root mean square of all: a wrong row has about 1

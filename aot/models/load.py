@@ -17,9 +17,8 @@ from ...artifacts.names import PART
 from ...artifacts.records.precision import PLAIN_DTYPES, PRECISIONS, DType, dtypes_of
 from ...artifacts.records.problem import PLAIN_LAYOUTS, Layout, Op
 from .catalogue import CLASS, DEFAULT, catalogue, find, nearest_ids
-from .hf_config import SHARED, read_model
+from .hf_config import SHARED, cached_config, dangling, from_url, read_model, republished
 from .layer import MAX_TOKENS, ExpertLayer, LayerShard
-from .names import cached_config, dangling, from_url, republished
 from .quant_config import PLAIN
 
 T = TypeVar("T")

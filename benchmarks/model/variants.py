@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import method, provenance
 from benchmarks.method import MODELS
-from pretuned.aot.measure.calls import TORCH
+from pretuned.aot.measure.inputs import TORCH
 from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType

@@ -24,8 +24,7 @@ import torch
 
 from benchmarks import provenance
 from pretuned.aot.measure.bench import NumericsCheck
-from pretuned.aot.measure.calls import Tensors, caller
-from pretuned.aot.measure.inputs import quantised_weights
+from pretuned.aot.measure.inputs import Tensors, caller, quantised_weights
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
 from pretuned.kernels.contract.spec import gemm_of

@@ -25,8 +25,7 @@ import torch
 from benchmarks import method, provenance
 from benchmarks.speed.kernels import in_turns
 from pretuned.aot.measure.bench import NumericsCheck
-from pretuned.aot.measure.calls import Tensors, caller
-from pretuned.aot.measure.inputs import activations, quantised_weights, routed_rows
+from pretuned.aot.measure.inputs import Tensors, activations, caller, quantised_weights, routed_rows
 from pretuned.artifacts.files.bundle_file import open_bundle
 from pretuned.artifacts.records.bundle import Variant
 from pretuned.artifacts.records.precision import DType

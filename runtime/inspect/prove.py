@@ -27,8 +27,7 @@ from ...artifacts.names import printable
 from ...artifacts.records.target import LocalGpu
 from .. import verdicts
 from ..dispatch import snapshot as dispatch_snapshot
-from .doctor import gpus_and_driver
-from .survey import Untested, survey
+from .doctor import Untested, gpus_and_driver, survey
 
 CHILD: tuple[str, ...] = (sys.executable, "-m", "pretuned.runtime.inspect.prover")
 SILENT_S = 300.0  # that a child may say nothing: it imports torch, its disk may be slow, and a hang takes 30 s

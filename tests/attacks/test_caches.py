@@ -13,7 +13,7 @@ import pytest
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.compile.triton import Compiled
 from pretuned.aot.demand import tuner
-from pretuned.aot.demand.cache import CacheKey, decode, encode
+from pretuned.aot.demand.tuner import CacheKey, decode, encode
 from pretuned.aot.process.output import check_out, check_page, is_bundle
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.files import packed

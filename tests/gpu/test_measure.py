@@ -83,7 +83,7 @@ def test_a_variant_with_wrong_numbers_is_out(candidates: Path, tmp_path: Path, m
     """The reference of another weight: no variant agrees with it."""
     from pretuned.aot.measure import bench
     from pretuned.aot.measure.bench import NumericsCheck
-    from pretuned.aot.measure.calls import Tensors
+    from pretuned.aot.measure.inputs import Tensors
     from pretuned.aot.measure.job import MeasureJob, Setup
 
     with open_bundle(candidates) as bundle:

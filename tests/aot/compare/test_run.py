@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from pretuned.aot.cli.main import run
-from pretuned.aot.compare.products import Inputs, matmul_loop
 from pretuned.aot.compare.result import OURS, kind_of
 from pretuned.aot.compare.run import (
     LOOP,
     TORCH,
+    Inputs,
     Libraries,
     Library,
     NoCall,
@@ -27,6 +27,7 @@ from pretuned.aot.compare.run import (
     capture_call,
     cells_of,
     find_libraries,
+    matmul_loop,
     replayed_error,
 )
 from pretuned.aot.measure.clock import HostClock

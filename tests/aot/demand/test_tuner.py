@@ -26,10 +26,9 @@ from fakemeasure import CONFIG, H100, H200, ON_H200
 from steps import steps
 
 import pretuned.aot
-from pretuned.aot.demand import api, cache, tuner
+from pretuned.aot.demand import api, tuner
 from pretuned.aot.demand.api import key_for
-from pretuned.aot.demand.cache import CacheKey
-from pretuned.aot.demand.tuner import OnDemand
+from pretuned.aot.demand.tuner import CacheKey, OnDemand
 from pretuned.artifacts.errors import HostError, InputError, ProblemNotInBundle
 from pretuned.artifacts.files.publish import publish
 from pretuned.artifacts.format import codec
@@ -76,7 +75,7 @@ def ship(home: Path, seq_len: int = 64, **how: Any) -> None:
     reload()
 
 
-def chosen(configs: cache.Configs) -> set[Config | None]:
+def chosen(configs: tuner.Configs) -> set[Config | None]:
     return {half.config for pair in configs for half in (pair.first, pair.second)}
 
 

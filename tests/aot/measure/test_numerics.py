@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from pretuned.aot.measure.bench import NumericsCheck
-from pretuned.aot.measure.calls import Tensors
-from pretuned.aot.measure.inputs import activations, quantised_weights, routed_rows, weights
+from pretuned.aot.measure.inputs import Tensors, activations, quantised_weights, routed_rows, weights
 from pretuned.artifacts.records.precision import DType
 from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
