@@ -1,8 +1,9 @@
-"""Everything slow or offline: build, compile, measure, tune. Importing it registers its compiler and its tuner.
+"""Everything slow or offline: build, compile, measure, tune.
 
     from pretuned.aot import get_or_autotune_moe_kernels
 
-Everything is imported when it is first used.
+Importing this package gives the runtime a compiler and a tuner (runtime/hooks.py). Its modules are imported when they
+are first used.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..artifacts.records.problem import Problem
+    from ..artifacts.records import Problem
     from .demand.api import cache_key, clear_cache, get_or_autotune_moe_kernels, load_cached_config, save_cached_config
 
 __all__ = ["cache_key", "clear_cache", "get_or_autotune_moe_kernels", "load_cached_config", "save_cached_config"]
@@ -48,5 +49,5 @@ def _register() -> None:
     register_tuner(_tune)
 
 
-if __name__.startswith("pretuned."):  # else this is a loose folder, and __main__ says how to install it
+if __name__.startswith("pretuned."):  # else it runs from a checkout, uninstalled: see __main__
     _register()

@@ -33,7 +33,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch without it; nothing here needs it
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's; not needed here
     from .process.interrupts import interrupted, tidy_interrupts
 
     try:
@@ -49,15 +49,15 @@ def main() -> int:
 
 
 def _open_standard_streams() -> None:
-    """Those that the caller closed (``2>&-``) go nowhere: else a bundle or a journal would be opened as one of them."""
+    """Open closed standard streams (``2>&-``) on /dev/null, or the next opened file would become one of them."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the least number that is free: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is ``number``
             setattr(sys, name, os.fdopen(number, mode))
         raw = getattr(getattr(sys, name), "buffer", None)
-        if mode == "w" and isinstance(raw, io.RawIOBase):  # PYTHONUNBUFFERED: what one write leaves over would be lost
+        if mode == "w" and isinstance(raw, io.RawIOBase):  # PYTHONUNBUFFERED: a short write would lose the rest
             setattr(sys, name, _whole(getattr(sys, name), raw))
 
 

@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .bundle_file import BundleFile, open_bundle
+    from .codec import decode, encode
     from .errors import (
         BundleCorrupt,
         BundleError,
@@ -19,30 +21,43 @@ if TYPE_CHECKING:
         HostError,
         PretunedError,
     )
-    from .files.blob import read_checked, write_checked
-    from .files.bundle_file import BundleFile, open_bundle
-    from .files.lock import lock
-    from .files.publish import publish
-    from .format.codec import decode, encode
-    from .records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, TensorMap, Variant
-    from .records.precision import PRECISIONS, DType, Elements, Precision, Scale
-    from .records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
-    from .records.target import Gpu, Target
+    from .locking import lock
+    from .publishing import publish, read_checked, write_checked
+    from .records import (
+        PRECISIONS,
+        Bundle,
+        Choice,
+        DType,
+        Elements,
+        Fusion,
+        Gpu,
+        Kernel,
+        Layout,
+        Model,
+        Op,
+        Precision,
+        Problem,
+        Producer,
+        RowOp,
+        Scale,
+        Source,
+        Target,
+        TensorMap,
+        Variant,
+        bucket_of,
+    )
 
 _PUBLIC = {  # name -> module
     name: module
     for module, names in {
         "errors": "BundleCorrupt BundleError BundleTooNew BundleTooOld BundleUnreadable BundleUntrusted "
         "HostError PretunedError",
-        "files.blob": "read_checked write_checked",
-        "files.bundle_file": "BundleFile open_bundle",
-        "files.lock": "lock",
-        "files.publish": "publish",
-        "format.codec": "decode encode",
-        "records.bundle": "Bundle Choice Kernel Model Producer Source TensorMap Variant",
-        "records.precision": "DType Elements PRECISIONS Precision Scale",
-        "records.problem": "Fusion Layout Op Problem RowOp bucket_of",
-        "records.target": "Gpu Target",
+        "bundle_file": "BundleFile open_bundle",
+        "codec": "decode encode",
+        "locking": "lock",
+        "publishing": "publish read_checked write_checked",
+        "records": "Bundle Choice DType Elements Fusion Gpu Kernel Layout Model Op PRECISIONS Precision Problem "
+        "Producer RowOp Scale Source Target TensorMap Variant bucket_of",
     }.items()
     for name in names.split()
 }

@@ -38,7 +38,7 @@ class CodeLayout(NamedTuple):
         return max(blocks // self.blocks_per_scale, 8 if self.scales == "block" else 1)
 
 
-# By the precision's name (artifacts/records/precision.py).
+# By the precision's name (artifacts/records.py).
 CODES: dict[str, CodeLayout] = {
     "mxfp4": CodeLayout("e2m1", "e8m0", 2),
     "nvfp4": CodeLayout("e2m1", "e4m3", 4, outer=True),

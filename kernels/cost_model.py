@@ -16,17 +16,25 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 
-from ..artifacts.records.precision import DType
-from ..artifacts.records.problem import Fusion, Op, Problem
+from ..artifacts.records import DType, Fusion, Op, Problem
 from ..artifacts.tuples import NamedTuple
-from .contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
-from .contract.spec import result_columns
-from .cost.constants import CONSTANTS, SIZES, Constants, ConstantsFamily, Specialized
-from .cost.resources import Resources, join, mean_waves, occupancy
-from .cost.routing import ExpectedRows, expected_rows
-from .hardware.arch import Feature, arch_of
-from .hardware.chips import Chip
+from .arch import Feature, arch_of
+from .chips import Chip
+from .cost import (
+    CONSTANTS,
+    SIZES,
+    Constants,
+    ConstantsFamily,
+    ExpectedRows,
+    Resources,
+    Specialized,
+    expected_rows,
+    join,
+    mean_waves,
+    occupancy,
+)
 from .registry import dealt, kernel_of, transposed
+from .spec import Cache, Config, Edge, Loads, Schedule, TileRows, result_columns
 
 _GRAIN = 16  # kernels/hopper_plain/fitted.py rounds a tile's rows up to a multiple of this
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..artifacts.records.precision import DType
-from ..artifacts.records.problem import Op
+from ..artifacts.records import DType, Op
 from ..artifacts.tuples import NamedTuple
-from .contract.config import Config, TileRows
-from .cost.resources import join, mean_waves
-from .hardware.chips import Chip
+from .chips import Chip
+from .cost import join, mean_waves
+from .spec import Config, TileRows
 
 NEAREST = 16  # neighbours that count
 MODEL_SHARE = 0.35  # the share of the cost model's difference between two variants that is added to the neighbours'
@@ -34,7 +33,7 @@ _LAUNCH_US = 10.0  # launch, cold code and a program's start
 _SUSTAINED = 0.86  # share of the published rate ...
 _BANDWIDTH = 0.9  # ... and of the bandwidth
 _NORM = 3.0  # joins memory and compute
-_LACKING = 0.8  # share of the time of a fitted tile's missing rows that is saved
+_LACKING = 0.8  # a fitted tile saves this share of the time of the rows that it lacks
 
 _LEAST_WEIGHT = 1e-9  # of the nearest cell's weight, so that no weight is zero
 _OWN = 0.5  # weight of the mean ratio in a cell's own ratio

@@ -34,17 +34,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from ..artifacts.records.bundle import Bundle, Choice, PlanRow, Source, Variant, Way
-from ..artifacts.records.problem import Fusion, Op, Problem
-from ..artifacts.records.target import Gpu, same_gpu
+from ..artifacts.records import Bundle, Choice, Fusion, Gpu, Op, PlanRow, Problem, Source, Variant, Way, same_gpu
 from ..artifacts.tuples import NamedTuple
 from . import registry
-from .contract import launch_abi
-from .contract.config import config_of
-from .contract.spec import Spec, gemm_of, result_columns, takes_codes_of_x
-from .hardware.arch import ARCHS
-from .hardware.chips import Chip, chip_for, chip_named
+from .arch import ARCHS
+from .chips import Chip, chip_for, chip_named
+from .entry import READS_ABI
 from .rowops import by_token
+from .spec import Spec, config_of, gemm_of, result_columns, takes_codes_of_x
 
 MARGIN = 1.05  # of modelled times
 CHECK_US = 4.0  # one launch that brings an index into range
@@ -275,7 +272,7 @@ def plan_of(cell: Cell) -> tuple[PlanRow, ...]:
 
 
 def _rows(cell: Cell, way: Way) -> Iterator[PlanRow]:
-    """Yield a way's plan rows: those for all calls, then those for calls with a check, if they differ."""
+    """Yield the plan rows of a ``Way`` to run the cell: for all calls, then for calls with a check if they differ."""
     problem = cell.problem
     if not any(cell.kernels.find(rival) for rival in _rivals(way, problem)):
         return
@@ -353,7 +350,7 @@ def _by_index(kernels: Kernels, plain: Choice, problem: Problem) -> tuple[int, f
 
 def _runs(variant: Variant, problem: Problem) -> bool:
     """Return whether a variant can compute a problem, regardless of the GPU."""
-    first, last = launch_abi.READS_ABI
+    first, last = READS_ABI
     config = config_of(variant.config)
     if config is None or not first <= variant.abi <= last or variant.max_experts < problem.E:
         return False

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from ..artifacts.records.problem import Layout
-from .contract.activations import Activation
+from ..artifacts.records import Layout
+from .activations import Activation
 
 
 def activation(h: torch.Tensor, act: Activation, *, gated: bool, interleaved: bool) -> torch.Tensor:

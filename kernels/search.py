@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ..artifacts.records.precision import DType
-from ..artifacts.records.problem import Layout, Op
-from .contract.config import Config, Loads
-from .contract.entry import KernelEntry, Pool
-from .contract.spec import Spec
-from .hardware.arch import Feature, arch_of
+from ..artifacts.records import DType, Layout, Op
+from .arch import Feature, arch_of
+from .entry import KernelEntry, Pool
 from .registry import KERNELS, refusal
+from .spec import Config, Loads, Spec
 
 LIMIT = 48
 FP32_LIMIT = 8

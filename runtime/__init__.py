@@ -13,7 +13,7 @@ import importlib
 TYPE_CHECKING = False  # a type checker takes it for typing's, whose import would take longer than all else here
 
 if TYPE_CHECKING:
-    from ..kernels.contract.activations import Activation
+    from ..kernels.activations import Activation
     from .api.expert_weights import ExpertWeights
     from .api.experts import experts_mlp
     from .api.gradients import grouped_gemm_dW, grouped_gemm_dX
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # name -> module; no name is a module's own, or importing that module would hide it.
 _PUBLIC = {
-    "Activation": ".kernels.contract.activations",
+    "Activation": ".kernels.activations",
     "ExpertWeights": "api.expert_weights",
     "Explanation": "inspect.explanation",
     "Lora": "api.lora",

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from ..artifacts.files.blob import read_checked, write_checked
-from ..artifacts.files.lock import check_cache
-from ..artifacts.files.publish import make_folder
+from ..artifacts.locking import check_cache
+from ..artifacts.publishing import make_folder, read_checked, write_checked
 from .settings import settings
 
 MAX_FILES = 1024

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from ..artifacts.errors import InputError
-from ..artifacts.records.problem import Problem
+from ..artifacts.records import Problem
 from . import settings
 
 
@@ -23,13 +23,13 @@ class Compiler(Protocol):
     """Compiles, for one kind of problem and one capability, variants that run any N, K and M."""
 
     def __call__(self, problem: Problem, sm: int) -> bytes:
-        """An encoded bundle. CompileError or HostError where it can't be made."""
+        """An encoded bundle; CompileError or HostError if it can't be built."""
 
 
 snapshot: Any = None  # a ``dispatch.snapshot.Snapshot``; None before its first use and after a reload
-blocks = False  # whether there was a block of ``within``: until then ``current()`` is ``snapshot``
-in_blocks: dict[Any, Any] = {}  # the snapshots of modes that only blocks have
-UNSAID = object()  # the mode where no block has one
+blocks = False  # True from the first block of ``within`` on; before, ``current()`` is ``snapshot``
+in_blocks: dict[Any, Any] = {}  # batch-invariant mode -> snapshot, for modes that only a ``within`` block uses
+UNSAID = object()  # the mode outside all blocks
 _mode: contextvars.ContextVar[Any] = contextvars.ContextVar("pretuned.batch_invariant", default=UNSAID)
 _tuner: Tuner | None = None
 _compiler: Compiler | None = None
@@ -148,7 +148,7 @@ def batch_invariant(enabled: bool = True, *, quantize_x: bool = False) -> Iterat
 
 @contextlib.contextmanager
 def within(invariance: Any) -> Iterator[None]:
-    """Choose kernels by a ``settings.Invariance`` in this context; freely if it is None, as outside if it is UNSAID."""
+    """Set this context's batch-invariant mode: a ``settings.Invariance``, None for off, UNSAID for the process's."""
     global blocks
     blocks = True
     before = _mode.set(invariance)

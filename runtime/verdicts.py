@@ -25,8 +25,7 @@ from .locks import lock
 from .settings import settings
 
 if TYPE_CHECKING:
-    from ..artifacts.records.bundle import Variant
-    from ..artifacts.records.target import Gpu, LocalGpu
+    from ..artifacts.records import Gpu, LocalGpu, Variant
 
 _FORM = 2  # of the file's content
 _MOST = 4096  # results in a file
@@ -112,8 +111,8 @@ def note(variant: Variant, local: LocalGpu, result: Verdict) -> None:
     path = path_of(local)
     if path is None or settings().disable_autotune:
         return
-    from ..artifacts.files.lock import check_cache
-    from ..artifacts.files.lock import lock as directory_lock  # here, as most processes have nothing to write
+    from ..artifacts.locking import check_cache
+    from ..artifacts.locking import lock as directory_lock  # here, as most processes have nothing to write
 
     try:
         check_cache(path.parent)
@@ -149,7 +148,7 @@ hooks.on_reload(forget)
 
 
 def _digest(variant: Variant) -> bytes:
-    from ..artifacts.format.schema import pack_variant
+    from ..artifacts.codec import pack_variant
 
     return hashlib.sha256(pack_variant(variant)).digest()
 
@@ -175,7 +174,7 @@ def _head(local: LocalGpu) -> list[object]:
 
 def _load(path: Path, local: LocalGpu) -> _Results:
     """A file's results; none where it is missing, damaged, of another GPU, or in a place that others can write."""
-    from ..artifacts.files.blob import read_checked
+    from ..artifacts.publishing import read_checked
 
     payload = read_checked(path)
     try:
@@ -194,7 +193,7 @@ def _row(row: list[object]) -> tuple[bytes, Verdict]:
 
 def _save(path: Path, local: LocalGpu, results: _Results) -> None:
     """Of very many the wrong ones stay, and the newest of the others."""
-    from ..artifacts.files.blob import write_checked
+    from ..artifacts.publishing import write_checked
 
     rows = sorted(results.items(), key=lambda row: (not row[1].right, row[1].day), reverse=True)[:_MOST]
     content = [_head(local), [[digest.hex(), *result] for digest, result in rows]]

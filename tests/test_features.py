@@ -1,4 +1,4 @@
-"""What an architecture can do is asked of its row (kernels/hardware/arch.py): nothing else compares its number."""
+"""What an architecture can do is asked of its row (kernels/arch.py): nothing else compares its number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("artifacts", "kernels", "runtime", "aot", "benchmarks")
 # The table itself, and the one rule of a record about whose code a GPU runs.
 # The last: which PTX a driver compiles for a capability goes by its number.
-ALLOWED = {"kernels/hardware/arch.py", "artifacts/records/target.py", "benchmarks/peers/fatbin.py"}
+ALLOWED = {"kernels/arch.py", "artifacts/records.py", "benchmarks/peers/fatbin.py"}
 ORDER = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
@@ -110,7 +110,7 @@ def test_no_code_decides_by_the_number_of_a_capability(layer: str) -> None:
         for path in files
         for line, text in comparisons(path.read_text(encoding="utf-8"))
     ]
-    assert not found, "ask kernels/hardware/arch.py's row for a feature, or give it a field:\n" + "\n".join(found)
+    assert not found, "ask kernels/arch.py's row for a feature, or give it a field:\n" + "\n".join(found)
 
 
 def test_the_table_is_looked_at_too_if_it_were_not_allowed() -> None:

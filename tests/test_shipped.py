@@ -23,19 +23,15 @@ from pretuned.aot.models.catalogue import catalogue
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import CONFIG_LIMIT, Pool, low_rank_specs, row_kernel_specs, specs, to_compile
 from pretuned.aot.plan.plan import plan, planned_on
+from pretuned.artifacts import packed
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.files import packed
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.format.schema import read_measured
-from pretuned.artifacts.records.bundle import Choice, Source, Way
-from pretuned.artifacts.records.precision import PRECISIONS, DType
-from pretuned.artifacts.records.problem import Fusion, Op, Problem, RowOp
-from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.contract.config import Schedule
-from pretuned.kernels.contract.spec import Spec
+from pretuned.artifacts.format import read_measured
+from pretuned.artifacts.records import PRECISIONS, Choice, DType, Fusion, Gpu, LocalGpu, Op, Problem, RowOp, Source, Way
 from pretuned.kernels.plans import with_plans
 from pretuned.kernels.registry import ENTRIES, entry_of
 from pretuned.kernels.rowops import RowOpSpec, weight_specs
+from pretuned.kernels.spec import Schedule, Spec
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.places import Kind, Place, candidates_file, candidates_name
 from pretuned.runtime.dispatch.ranking import Origin

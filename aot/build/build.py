@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ...artifacts import codec
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.files.packed import SUFFIX, pack, split
-from ...artifacts.files.publish import publish
-from ...artifacts.format import codec
-from ...artifacts.records.bundle import Bundle, Source
-from ...artifacts.records.problem import Problem
-from ...kernels.contract.spec import Spec
+from ...artifacts.packed import SUFFIX, pack, split
+from ...artifacts.publishing import publish
+from ...artifacts.records import Bundle, Problem, Source
 from ...kernels.rowops import RowOpSpec
+from ...kernels.spec import Spec
 from ..choose.bundle import assembled
 from ..choose.candidates import Candidates, read_candidates
 from ..choose.choices import choose_among_all
@@ -122,7 +121,7 @@ def compile_candidates(
     """Compile every variant that fits into one bundle at ``path``, with modelled choices, for ``aot measure``.
 
     Several capabilities give a bundle each, all in one file, whose path must end with .msgpack.xz. Such a file is
-    compressed (``artifacts.files.packed``).
+    compressed (``artifacts.packed``).
 
     Everything is compiled here, shipped candidates are not used. ``keep_pruned`` adds the variants that take too many
     resources, so that builds with the file need not compile them to learn that. ``low_rank`` adds variants with a

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ...artifacts.records.problem import Problem
+from ...artifacts.records import Problem
 from ..choose.bundle import Ships
 from ..choose.incumbents import Incumbents
 from ..compile.cache import CompileCache
@@ -65,7 +65,7 @@ class BuildOptions:
     measure: Container[int] = ()
     modelled: bool = False
     take_over: bool = True
-    configs: int = CONFIG_LIMIT  # of an op and dtype, at most
+    configs: int = CONFIG_LIMIT  # the most configs to try for an op and dtype
     tune: Tune = tune_now
     incumbents: Callable[[Path], Incumbents] = Incumbents.found  # other bundles than the file that is built
     shipped: Callable[[int], Shipped] = lambda sm: Shipped()  # a capability's candidates that need no compiler

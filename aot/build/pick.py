@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...artifacts import codec
 from ...artifacts.errors import CompileError, InputError
-from ...artifacts.files.publish import publish
-from ...artifacts.format import codec
-from ...artifacts.records.bundle import Bundle, Variant
-from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.spec import Spec
-from ...kernels.cost.resources import rejection
-from ...kernels.hardware.arch import Arch, arch_of
+from ...artifacts.publishing import publish
+from ...artifacts.records import Bundle, LocalGpu, Variant
+from ...kernels.arch import Arch, arch_of
+from ...kernels.cost import rejection
 from ...kernels.rowops import RowOpSpec
+from ...kernels.spec import Spec
 from ..choose.bundle import Ships, assembled, choose_from, evidence_for, shipping
 from ..choose.candidates import Candidates
 from ..choose.choices import Chosen

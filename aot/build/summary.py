@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...artifacts.records.target import Gpu, Target
-from ...kernels.contract.spec import Spec
+from ...artifacts.records import Gpu, Target
 from ...kernels.registry import entry_of
 from ...kernels.rowops import RowOpSpec
+from ...kernels.spec import Spec
 from ..choose.incumbents import BaselineComparison
 from ..tune.outcome import Outcome
 

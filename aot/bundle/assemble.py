@@ -7,12 +7,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...artifacts.names import is_text
-from ...artifacts.records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, Variant
-from ...artifacts.records.problem import Problem
-from ...artifacts.records.target import Gpu, Target
-from ...kernels.contract.config import Config
+from ...artifacts.limits import is_text
+from ...artifacts.records import Bundle, Choice, Gpu, Kernel, Model, Problem, Producer, Source, Target, Variant
 from ...kernels.plans import with_plans
+from ...kernels.spec import Config
 from ..plan.families import Family
 
 

@@ -6,9 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...artifacts.records.bundle import Bundle, Choice, Model, Source, Variant
-from ...artifacts.records.problem import Problem
-from ...artifacts.records.target import Gpu, same_gpu
+from ...artifacts.records import Bundle, Choice, Gpu, Model, Problem, Source, Variant, same_gpu
 from ..plan.families import Family
 
 Facts = dict[str, tuple[str, str]]

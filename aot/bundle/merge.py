@@ -21,11 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...artifacts.errors import BundleTooNew, BundleTooOld, InputError, TargetMismatch
-from ...artifacts.records.bundle import Bundle, Kernel, Source
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Op, Problem, RowOp
-from ...artifacts.records.target import Gpu
-from ...kernels.contract.launch_abi import LAUNCH_ABI
+from ...artifacts.records import Bundle, DType, Gpu, Kernel, Op, Problem, RowOp, Source
+from ...kernels.entry import LAUNCH_ABI
 from ..plan.families import CONFIG_LIMIT, Family, optional, ships_unchosen
 from .assemble import BundleChoice, Provenance, VariantTable, assemble, combined, gpu_key, united, version
 
@@ -90,7 +87,7 @@ class _Input:
     triton_rank: int
 
 
-_NO_GPU = -1  # the number of modelled claims
+_NO_GPU = -1  # the GPU index of choices that the cost model made
 Key = tuple[int, int, int, int, int, tuple[int, ...], tuple[str, int, int, int]]
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...artifacts.code.cubin import fault
+from ...artifacts.bundle_file import BundleFile, open_bundle
+from ...artifacts.cubin import fault
 from ...artifacts.errors import BundleCorrupt, BundleTooNew, BundleTooOld
-from ...artifacts.files.bundle_file import BundleFile, open_bundle
-from ...artifacts.files.packed import is_packed
-from ...artifacts.files.signature import Keys, check
-from ...artifacts.records.bundle import Bundle
-from ...kernels.contract.launch_abi import READS_ABI, parameter_bytes
-from ...kernels.hardware.arch import arch_of
-from ...kernels.launchable import undeclared, unlaunchable
+from ...artifacts.packed import is_packed
+from ...artifacts.records import Bundle
+from ...artifacts.signature import Keys, check
+from ...kernels.arch import arch_of
+from ...kernels.entry import READS_ABI, parameter_bytes
+from ...kernels.registry import undeclared, unlaunchable
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from ...artifacts.errors import CompileError, InputError
-from ...artifacts.records.bundle import Bundle, Choice
-from ...artifacts.records.problem import Problem
-from ...artifacts.records.target import Gpu, LocalGpu
+from ...artifacts.records import Bundle, Choice, Gpu, LocalGpu, Problem
 from ...kernels.plans import with_plans
 from ...runtime.dispatch.neighbours import Neighbourhood
 from ..compile.triton import Compiled
@@ -21,7 +19,7 @@ from .candidates import Candidates, SameCode
 from .choices import Chosen, choose
 from .incumbents import Running, RunsOn, TakenOver
 
-Ships = Callable[[Contents], Chosen]  # from a journal to what would ship
+Ships = Callable[[Contents], Chosen]  # what a bundle built from this journal would ship
 
 
 def measured_bundle(plan: BuildPlan, candidates: Candidates, contents: Contents, runs: RunsOn | None = None) -> Bundle:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...artifacts.errors import CompileError, InputError
-from ...artifacts.records.bundle import Kernel, Producer, Variant
-from ...artifacts.records.target import Target
-from ...kernels.cost.resources import rejection
-from ...kernels.hardware.arch import arch_of
+from ...artifacts.records import Kernel, Producer, Target, Variant
+from ...kernels.arch import arch_of
+from ...kernels.cost import rejection
 from ..bundle.assemble import combined
 from ..bundle.verify import sound
 from ..compile.triton import Compiled, Maker, driver_for, kernels_of, producer_of

@@ -15,12 +15,11 @@ from types import MappingProxyType
 
 from ...artifacts.errors import CompileError
 from ...artifacts.limits import MAX_TIME_NS
-from ...artifacts.records.bundle import Choice, Source, Variant
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem
-from ...kernels.contract.launch_abi import has_aligned_rows
-from ...kernels.cost.resources import Resources
+from ...artifacts.records import Choice, Fusion, Layout, Op, Problem, Source, Variant
+from ...kernels.chips import Chip, chip_for
+from ...kernels.cost import Resources
 from ...kernels.cost_model import Ranker
-from ...kernels.hardware.chips import Chip, chip_for
+from ...kernels.entry import has_aligned_rows
 from ...runtime.dispatch.neighbours import Neighbourhood, blended
 from ...runtime.dispatch.ranking import torch_runs
 from ...runtime.dispatch.snapshot import Rejected

@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import BundleError
-from ...artifacts.records.bundle import Bundle, Choice, Kernel, Producer, Source, Variant
-from ...artifacts.records.problem import Op, Problem
-from ...artifacts.records.target import Gpu, LocalGpu
-from ...kernels.contract.launch_abi import LAUNCH_ABI, has_aligned_rows
-from ...kernels.hardware.chips import chip_for
-from ...kernels.launchable import unlaunchable
+from ...artifacts.records import Bundle, Choice, Gpu, Kernel, LocalGpu, Op, Problem, Producer, Source, Variant
+from ...kernels.chips import chip_for
+from ...kernels.entry import LAUNCH_ABI, has_aligned_rows
+from ...kernels.registry import unlaunchable
 from ...runtime import settings
 from ...runtime.dispatch.decide import Decision, settle
 from ...runtime.dispatch.neighbours import Neighbourhood

@@ -11,8 +11,7 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+from ...artifacts.records import DType, Fusion, Layout, Op, Problem
 
 MAX_LOSS = 0.02  # a shape may lose this much against its own best before a larger set is worth it
 MIN_GAIN = 0.0005  # the least reduction of the mean loss that is worth one more variant

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.files.publish import publish
+from ...artifacts.publishing import publish
 from ..compare.result import OURS, Comparison
 from ..models.load import load_models
 from ..process.output import check_image

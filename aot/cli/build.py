@@ -13,11 +13,11 @@ from typing import Any
 
 import click
 
+from ...artifacts.bundle_file import open_bundle
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.files.bundle_file import open_bundle
-from ...artifacts.names import printable
-from ...artifacts.records.problem import Problem
-from ...kernels.hardware.chips import chip_named
+from ...artifacts.limits import printable
+from ...artifacts.records import Problem
+from ...kernels.chips import chip_named
 from ...runtime import settings
 from ..build.build import build as build_bundles
 from ..build.build import build_measured

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ...artifacts.names import printable
+from ...artifacts.limits import printable
 from ..build.build import compile_candidates
 from ..build.options import BuildOptions
 from .options import as_json, cache_of, file_path, load, print_json, quiet, what_to_build, workers

@@ -20,7 +20,8 @@ def models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> l
     """Ids and aliases of the catalogue that begin so, in any case, and files."""
     ids = (name for entry in catalogue().values() for name in (entry.id, *entry.aliases))
     begun = [name for name in ids if name.lower().startswith(incomplete.lower())]
-    return [CompletionItem(incomplete, type="file"), *map(CompletionItem, begun)]  # bash forgets the items before it
+    # The file item first: bash drops the items before it.
+    return [CompletionItem(incomplete, type="file"), *map(CompletionItem, begun)]
 
 
 def capabilities(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import click
 
-from ...artifacts.files.packed import split
-from ...artifacts.records.bundle import Model, Variant
-from ...artifacts.records.problem import Problem
+from ...artifacts.packed import split
+from ...artifacts.records import Model, Problem, Variant
 from ..bundle.assemble import config_text, label
 from ..bundle.diff import Change, Changes, Side, time_ratio
 from ..bundle.diff import diff as changes_between

@@ -9,7 +9,7 @@ import click
 
 from ...artifacts.errors import HostError
 from ...artifacts.limits import FORMAT
-from ...kernels.contract.launch_abi import LAUNCH_ABI
+from ...kernels.entry import LAUNCH_ABI
 from ..compile.toolchain import toolchain
 from .exits import ENVIRONMENT, OK
 from .options import as_json, print_json

@@ -10,9 +10,7 @@ from typing import Any
 import click
 
 from ...artifacts.errors import HostError
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem
-from ...artifacts.records.target import LocalGpu
+from ...artifacts.records import DType, Fusion, Layout, LocalGpu, Op, Problem
 from ...kernels.registry import has_code
 from ...runtime.inspect.explain import explain_on
 from ...runtime.inspect.explanation import Explanation

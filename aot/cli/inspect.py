@@ -9,10 +9,8 @@ from typing import Any
 
 import click
 
-from ...artifacts.files.bundle_file import BundleFile, open_bundle
-from ...artifacts.records.bundle import Choice, Variant
-from ...artifacts.records.problem import Problem
-from ...artifacts.records.target import Gpu, cuda_version
+from ...artifacts.bundle_file import BundleFile, open_bundle
+from ...artifacts.records import Choice, Gpu, Problem, Variant, cuda_version
 from ..bundle.assemble import config_text
 from ..plan.families import fused
 from .options import as_json, bundle_files, print_json

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from ...artifacts.names import printable
-from ...artifacts.records.bundle import Bundle, Source
+from ...artifacts.limits import printable
+from ...artifacts.records import Bundle, Source
 from ..bundle.assemble import BundleChoice, VariantTable, label
 from ..bundle.merge import Conflict, Merged
 from ..bundle.merge import merge as merge_bundles

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import click
 
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.files.packed import SUFFIX as PACKED
-from ...artifacts.names import printable
-from ...artifacts.records.problem import Op
+from ...artifacts.limits import printable
+from ...artifacts.packed import SUFFIX as PACKED
+from ...artifacts.records import Op
 from ...runtime.dispatch.places import SUFFIX
 from ..compile.cache import CompileCache, default_dir
 from ..models.load import load_models

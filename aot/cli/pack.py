@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ...artifacts.files.publish import publish
+from ...artifacts.publishing import publish
 from ..pack.package import (
     ARCHITECTURES,
     check_layout,

@@ -9,11 +9,11 @@ from pathlib import Path
 import click
 
 from ...artifacts.errors import HostError
-from ...artifacts.records.problem import Problem
-from ...kernels.contract.launch_abi import slow_rows
-from ...kernels.contract.spec import Spec
-from ...kernels.hardware.arch import Feature, arch_of
+from ...artifacts.records import Problem
+from ...kernels.arch import Feature, arch_of
+from ...kernels.entry import slow_rows
 from ...kernels.rowops import RowOpSpec
+from ...kernels.spec import Spec
 from ..compile.cache import CompileCache
 from ..compile.pool import default_workers
 from ..compile.shipped import Shipped
@@ -35,7 +35,7 @@ _CUBIN_BYTES = 37_000
 _TMA_CUBIN_BYTES = 50_000  # sm_90 and later
 _PASS_BYTES = 17_000
 _CHOICE_BYTES = 24
-_SHIPPED = 7  # variants of a family in a bundle: fewer for few shapes
+_SHIPPED = 7  # typical number of variants that ship for an op, dtype, layout and fusion; fewer if there are few shapes
 
 
 @dataclass(frozen=True, slots=True)

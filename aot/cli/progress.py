@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from ...artifacts.names import printable
+from ...artifacts.limits import printable
 from ..build.options import Observers
 from ..compile.pool import CompileResult
 from ..tune.outcome import TuneObservers

@@ -9,9 +9,8 @@ from pathlib import Path
 import click
 
 from ...artifacts.errors import InputError
-from ...artifacts.names import printable
-from ...artifacts.records.bundle import Bundle, Choice
-from ...artifacts.records.problem import Op, Problem
+from ...artifacts.limits import printable
+from ...artifacts.records import Bundle, Choice, Op, Problem
 from ..bundle.assemble import BundleChoice, Provenance, VariantTable, assemble, united
 from ..bundle.verify import sound
 from ..models.load import load_models

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
+from ...artifacts.bundle_file import open_bundle
 from ...artifacts.errors import InputError
-from ...artifacts.files.bundle_file import open_bundle
 from ...runtime.dispatch.places import SUFFIX
 from ..models.load import load_models
 from ..plan.plan import plan

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ...artifacts.bundle_file import members, open_bundle
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.files.bundle_file import members, open_bundle
-from ...artifacts.files.packed import is_packed
-from ...artifacts.files.publish import publish
-from ...artifacts.files.signature import SUFFIX, encode, key_id, message
-from ...artifacts.names import printable
+from ...artifacts.limits import printable
+from ...artifacts.packed import is_packed
+from ...artifacts.publishing import publish
+from ...artifacts.signature import SUFFIX, encode, key_id, message
 from ..bundle.verify import sound_one
 from ..process.output import check_signature
 from .options import as_json, bundle_files, print_json

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from ...artifacts.names import printable
+from ...artifacts.limits import printable
 
 
 def echo(text: str = "", *, err: bool = False) -> None:

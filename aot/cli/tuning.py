@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import click
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import Problem
+from ...artifacts.records import Problem
 from ..journal.records import Measured, geometric_mean
 from ..tune.shortlist import SHARE
 from ..tune.tuner import DEFAULT_BUDGET_S, CellsDone, Outcome, TuneObservers, tune_problems

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
+from ...artifacts.bundle_file import members
 from ...artifacts.errors import BundleError
-from ...artifacts.files.bundle_file import members
-from ...artifacts.files.signature import Keys, read_key
-from ...artifacts.names import printable
+from ...artifacts.limits import printable
+from ...artifacts.signature import Keys, read_key
 from ..bundle.verify import verify as verify_bundle
 from .exits import INPUT, OK
 from .options import as_json, bundle_files, print_json

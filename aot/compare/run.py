@@ -22,8 +22,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ...artifacts.errors import HostError
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Op, Problem
+from ...artifacts.records import DType, Op, Problem
 from ...runtime import explain, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
 from ..measure.clock import Clock, HostClock, Replayed
 from ..measure.inputs import MAX_ERROR, activations, routed_rows, weights
@@ -129,7 +128,7 @@ TORCH, LOOP = "torch grouped_mm", "torch matmul loop"
 VLLM, TRITON_KERNELS, DEEPGEMM, HUMMING = "vLLM", "triton_kernels", "DeepGEMM", "Humming"
 _ROWS_A_BLOCK = 128  # in DeepGEMM's contiguous call
 _FEW_ROWS = 4  # rows x this <= experts: vLLM gives each row a block of its own
-ROWS_A_STEP = 64  # of dW
+ROWS_A_STEP = 64  # triton_kernels' dW sums this many rows at a time
 
 
 class NoCall(Exception):

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import msgpack
 
+from ...artifacts.codec import pack_variant
 from ...artifacts.errors import BundleUntrusted
-from ...artifacts.files.blob import read_checked, read_or_say, write_checked
-from ...artifacts.files.lock import cache_fault
-from ...artifacts.files.publish import make_folder
-from ...artifacts.format.schema import pack_variant, read_variant
+from ...artifacts.format import read_variant
 from ...artifacts.limits import MAX_CUBIN_BYTES
-from ...artifacts.records.bundle import Variant
-from ...kernels.contract.spec import Spec
+from ...artifacts.locking import cache_fault
+from ...artifacts.publishing import make_folder, read_checked, read_or_say, write_checked
+from ...artifacts.records import Variant
 from ...kernels.registry import entry_of
 from ...kernels.rowops import RowOpSpec
+from ...kernels.spec import Spec
 from .triton import Compiled, arguments_of, job_key
 
 

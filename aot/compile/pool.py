@@ -16,8 +16,8 @@ from multiprocessing import get_context, parent_process, resource_tracker
 from pathlib import Path
 
 from ...artifacts.errors import CompileError, HostError
-from ...kernels.contract.spec import Spec
 from ...kernels.rowops import RowOpSpec
+from ...kernels.spec import Spec
 from ..process.child import end_with_parent, how_ended
 from ..process.scratch import scratch_folder
 from .cache import CompileCache

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...kernels.contract.config import PINGPONG_COLUMNS, Cache, Config, TileRows
+from ...kernels.spec import PINGPONG_COLUMNS, Cache, Config, TileRows
 
 Rewrite = Callable[[str], str]
 

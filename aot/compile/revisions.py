@@ -11,8 +11,8 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...artifacts.code.syntax import syntax_sha256
-from ...kernels.contract.entry import Entry, KernelEntry
+from ...artifacts.syntax import syntax_sha256
+from ...kernels.entry import Entry, KernelEntry
 from ...kernels.registry import ENTRIES
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 
-from ...artifacts.code.cubin import fault
+from ...artifacts.bundle_file import BundleFile, open_bundle
+from ...artifacts.cubin import fault
 from ...artifacts.errors import BundleError, InputError
-from ...artifacts.files.bundle_file import BundleFile, open_bundle
-from ...artifacts.format.wire import corrupt
-from ...kernels.contract.launch_abi import LAUNCH_ABI, parameter_bytes
-from ...kernels.contract.spec import Spec
-from ...kernels.launchable import unlaunchable
-from ...kernels.registry import ENTRIES
+from ...artifacts.wire import corrupt
+from ...kernels.entry import LAUNCH_ABI, parameter_bytes
+from ...kernels.registry import ENTRIES, unlaunchable
 from ...kernels.rowops import RowOpSpec
+from ...kernels.spec import Spec
 from ...runtime.dispatch.places import Place, candidates_file, installed_places
 from ..process.gpus import driver_version
 from .cache import asked_for, made_of

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import HostError
-from ...kernels.contract.config import PINGPONG_COLUMNS
-from ...kernels.contract.spec import Spec
 from ...kernels.rowops import RowOpSpec
+from ...kernels.spec import PINGPONG_COLUMNS, Spec
 
 _TOOL_TIMEOUT_S = 60
 

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...artifacts.errors import CompileError
-from ...artifacts.records.bundle import Kernel, Producer, TensorMap, Variant
-from ...artifacts.records.precision import DType
+from ...artifacts.records import DType, Kernel, Producer, TensorMap, Variant
 from ...kernels import registry, rowops
-from ...kernels.contract import launch_abi
-from ...kernels.contract.spec import Spec
-from ...kernels.hardware.arch import arch_of
+from ...kernels.arch import arch_of
+from ...kernels.entry import LAUNCH_ABI
 from ...kernels.registry import ENTRIES, entry_of, gemm_entry, refusal
 from ...kernels.rowops import RowOpSpec
+from ...kernels.spec import Spec
 from .ptx import rewrites, rewriting, source_of_rewrites_sha256
 from .revisions import source_sha256
 from .toolchain import toolchain, unable
@@ -171,7 +170,7 @@ def job_key(spec: Spec | RowOpSpec, sm: int, inputs: CompilerInputs | None = Non
         tools.ptxas_for(sm),
         source_sha256(entry.name),
         str(entry.revision),
-        str(launch_abi.LAUNCH_ABI),
+        str(LAUNCH_ABI),
         *OPTIONS,
     ]
     if isinstance(spec, Spec):
@@ -229,7 +228,7 @@ def compile_variant(spec: Spec | RowOpSpec, sm: int) -> Compiled:
     variant = Variant(
         kernel=entry.name,
         revision=entry.revision,
-        abi=launch_abi.LAUNCH_ABI,
+        abi=LAUNCH_ABI,
         op=spec.op,
         dtype=spec.dtype,
         layout=spec.layout,

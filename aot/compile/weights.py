@@ -8,25 +8,23 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ...artifacts.codec import encode
 from ...artifacts.errors import CompileError
-from ...artifacts.files.publish import publish
-from ...artifacts.format.codec import encode
-from ...artifacts.records.bundle import Bundle
-from ...artifacts.records.precision import DType
-from ...artifacts.records.target import Target
-from ...kernels.hardware.arch import arch_of
+from ...artifacts.publishing import publish
+from ...artifacts.records import Bundle, DType, Target
+from ...kernels.arch import arch_of
 from ...kernels.rowops import weight_specs
 from .pool import CompileJob, compile_all
 from .triton import driver_for, kernels_of, producer_of
 
 
 def weights_bundle(sm: int) -> Bundle:
-    """Compile them for a capability, without a GPU.
+    """Compile the kernels that quantise, prepare and dequantise weights, for one capability. Needs no GPU.
 
     Raises
     ------
     CompileError
-        if one is not compiled.
+        if a kernel can't be compiled.
     """
     results = compile_all([CompileJob(spec, sm) for spec in weight_specs(tuple(DType))])
     for result in results:

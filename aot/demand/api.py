@@ -11,9 +11,7 @@ at a time, else from the runtime's ordinary choice. Errors on the way are logged
 from __future__ import annotations
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import PLAIN_DTYPES, DType
-from ...artifacts.records.problem import Layout, Op, bucket_of
-from ...artifacts.records.target import LocalGpu
+from ...artifacts.records import PLAIN_DTYPES, DType, Layout, LocalGpu, Op, bucket_of
 from ...kernels.registry import ENTRIES
 from ...runtime.driver.device import current_device, local_gpu
 from ...runtime.inspect.query import dtype_of_weights

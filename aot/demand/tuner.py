@@ -22,6 +22,8 @@ from typing import Protocol
 
 import msgpack
 
+from ...artifacts import codec
+from ...artifacts.bundle_file import open_bundle, open_bytes
 from ...artifacts.errors import (
     BundleError,
     BundleUnreadable,
@@ -31,20 +33,28 @@ from ...artifacts.errors import (
     LockBusy,
     PretunedError,
 )
-from ...artifacts.files.bundle_file import open_bundle, open_bytes
-from ...artifacts.files.lock import check_cache, lock
-from ...artifacts.files.publish import publish
-from ...artifacts.format import codec
-from ...artifacts.format.schema import MAX_FUSION
-from ...artifacts.limits import FORMAT, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_FORMAT
-from ...artifacts.names import printable
-from ...artifacts.records.bundle import Bundle, Choice, Model, Variant
-from ...artifacts.records.precision import PLAIN_DTYPES, DType, dtypes_of
-from ...artifacts.records.problem import Fusion, Op, Problem, bucket_of
-from ...artifacts.records.target import Gpu, LocalGpu
-from ...kernels.contract.config import Config
-from ...kernels.contract.launch_abi import LAUNCH_ABI, READS_ABI
+from ...artifacts.format import MAX_FUSION
+from ...artifacts.limits import FORMAT, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_FORMAT, printable
+from ...artifacts.locking import check_cache, lock
+from ...artifacts.publishing import publish
+from ...artifacts.records import (
+    PLAIN_DTYPES,
+    Bundle,
+    Choice,
+    DType,
+    Fusion,
+    Gpu,
+    LocalGpu,
+    Model,
+    Op,
+    Problem,
+    Variant,
+    bucket_of,
+    dtypes_of,
+)
+from ...kernels.entry import LAUNCH_ABI, READS_ABI
 from ...kernels.registry import ENTRIES
+from ...kernels.spec import Config
 from ...runtime import locks
 from ...runtime.config_cache import ConfigCache
 from ...runtime.dispatch import snapshot as dispatch_snapshot
@@ -521,7 +531,7 @@ def _every_cell(
     cells: Mapping[Problem, Sequence[int]], local: LocalGpu, fine: Callable[[Usable, Choice, LocalGpu], bool]
 ) -> bool:
     snapshot = dispatch_snapshot.snapshot()
-    while True:  # each turn drops a bundle
+    while True:  # a rejected bundle is dropped, then all others are tried again
         with contextlib.suppress(Rejected):
             usable = snapshot.view(local, installed=True).usable
             return all(

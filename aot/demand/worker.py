@@ -11,23 +11,20 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from ...artifacts import codec
+from ...artifacts.bundle_file import open_bundle
 from ...artifacts.errors import CompileError, HostError
-from ...artifacts.files.bundle_file import open_bundle
-from ...artifacts.files.publish import publish
-from ...artifacts.format import codec
-from ...artifacts.format.schema import pack_problem, read_problem
-from ...artifacts.records.bundle import Model
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Op, Problem, buckets_between
-from ...kernels.contract.config import Config
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES
-from ...kernels.contract.spec import MAX_EXPERTS, Spec
-from ...kernels.cost.resources import Resources, rejection
+from ...artifacts.format import pack_problem, read_problem
+from ...artifacts.publishing import publish
+from ...artifacts.records import DType, Model, Op, Problem, buckets_between
+from ...kernels.arch import arch_of
+from ...kernels.chips import chip_for
+from ...kernels.cost import Resources, rejection
 from ...kernels.cost_model import Ranker
-from ...kernels.hardware.arch import arch_of
-from ...kernels.hardware.chips import chip_for
+from ...kernels.entry import ALIGNMENT_BYTES
 from ...kernels.registry import threads
 from ...kernels.search import fallbacks, shared_bytes_at_least
+from ...kernels.spec import MAX_EXPERTS, Config, Spec
 from ..choose.bundle import assembled, measured_bundle
 from ..choose.candidates import Candidates
 from ..choose.choices import choose, choose_among_all
@@ -44,10 +41,10 @@ from ..plan.plan import BuildPlan
 from ..process import child
 from ..tune.tuner import Entrants, tune_problems
 
-_JIT_CONFIGS = 6  # 4 lose 1.0 % to all (docs/inside/cost-model.md); two spare, as some don't compile
+_JIT_CONFIGS = 6  # the best 4 are 1.0 % slower than all (docs/inside/cost-model.md); 2 more, as some don't compile
 _JIT_ROWS = 1 << 20
 _CELL_CONFIGS = 8  # the tuner's candidates of one problem and bucket
-SHARE = 0.5  # of them are measured
+SHARE = 0.5  # share of these candidates that is measured
 _OVERHEAD_REGISTERS = 64  # in addition to a thread's share of the tile
 _TIMEOUT_S = 300.0
 
@@ -209,7 +206,7 @@ def _cache(directory: str | None) -> CompileCache | None:
 
 def _specs(problem: Problem, aligned: Iterable[Config], sm: int) -> list[Spec]:
     """The aligned variants of these configs, and the fallbacks."""
-    family = Family(problem.op, problem.dtype, problem.layout, problem.fusion)  # by the name in the request
+    family = Family(problem.op, problem.dtype, problem.layout, problem.fusion)  # not ``canonical``
     return compilable(family, aligned, fallbacks(problem.op, problem.dtype, sm), [problem.E])
 
 

@@ -23,9 +23,9 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...artifacts import codec
+from ...artifacts.bundle_file import open_bundle
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.files.bundle_file import open_bundle
-from ...artifacts.format import codec
 from ..journal.records import DIED
 from ..measure.job import GpuGone, MeasureJob, MeasureResult, WorkerInfo, first_line
 from . import dask_worker

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 import msgpack
 
+from ...artifacts.bundle_file import open_bundle
 from ...artifacts.errors import HostError
-from ...artifacts.files.bundle_file import open_bundle
-from ...artifacts.records.target import Gpu
+from ...artifacts.records import Gpu
 from ..journal.records import DIED, MAX_REASON_CHARS, Failure, from_value, to_value
 from ..measure.job import MeasureJob, MeasureResult, Setup, WorkerInfo, WorkerLost
 from ..process.scratch import scratch_folder

@@ -20,14 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import HostError, InputError, LockBusy
-from ...artifacts.files.lock import no_locks, release, take
-from ...artifacts.files.publish import make_folder
-from ...artifacts.format.wire import digest, integer, name, shown
-from ...artifacts.limits import MAX_DIM
-from ...artifacts.names import is_label, is_text
-from ...artifacts.records.bundle import Kernel
-from ...artifacts.records.target import Gpu
-from ...kernels.hardware.arch import supported
+from ...artifacts.limits import MAX_DIM, is_label, is_text
+from ...artifacts.locking import no_locks, release, take
+from ...artifacts.publishing import make_folder
+from ...artifacts.records import Gpu, Kernel
+from ...artifacts.wire import digest, integer, name, shown
+from ...kernels.arch import supported
 from ..process.output import holder, without_waiting
 from .records import ROUTINGS, Record, from_value, to_value
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...artifacts.format.schema import problem_of
+from ...artifacts.format import problem_of
 from ...artifacts.limits import MAX_BUCKET_LOG2, MAX_DIM, MAX_TIME_NS
-from ...artifacts.records.problem import Problem
+from ...artifacts.records import Problem
 
 MAX_REASON_CHARS = 1 << 16
 

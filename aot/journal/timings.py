@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...artifacts.limits import MAX_TIME_NS
-from ...artifacts.records.problem import Fusion, Problem
-from ...artifacts.records.target import Gpu
-from ...kernels.hardware.chips import Chip, chip_of
+from ...artifacts.records import Fusion, Gpu, Problem
+from ...kernels.chips import Chip, chip_of
 from .file import Contents
 from .records import LONG_NS, Failure, Measured, Rematch, Timing, geometric_mean
 

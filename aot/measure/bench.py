@@ -27,13 +27,11 @@ from typing import TypeAlias
 import torch
 from torch.nn import functional
 
+from ...artifacts.bundle_file import open_bundle
 from ...artifacts.errors import BundleError, CudaError, HostError, InputError
-from ...artifacts.files.bundle_file import open_bundle
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem
-from ...kernels.contract.config import Config
-from ...kernels.contract.launch_abi import FLAGS
-from ...kernels.contract.spec import gemm_of, result_columns, takes_codes_of_x
+from ...artifacts.records import DType, Fusion, Layout, Op, Problem
+from ...kernels.entry import FLAGS
+from ...kernels.spec import Config, gemm_of, result_columns, takes_codes_of_x
 from ...runtime.driver.device import local_gpu
 from ...runtime.launch import gemm
 from ...runtime.weights.dequantised import Dequantised

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Op, Problem
+from ...artifacts.records import DType, Fusion, Op, Problem
 from ...runtime.launch import gemm as launch_gemm
 from ...runtime.weights.expert_weights import ExpertWeights
 from ...runtime.weights.row_codes import values_of_rows, values_on_load

@@ -12,8 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...artifacts.records.problem import Problem
-from ...artifacts.records.target import Gpu
+from ...artifacts.records import Gpu, Problem
 from ..journal.records import Failure, Measured
 
 

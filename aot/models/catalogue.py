@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ...artifacts.names import PART
-from ...artifacts.records.problem import Layout
+from ...artifacts.limits import PART
+from ...artifacts.records import Layout
 from .layer import ExpertLayer, parse_activation
 from .quant_config import UNQUANTISED
 

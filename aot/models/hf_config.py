@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...artifacts.errors import InputError
-from ...artifacts.names import printable
-from ...artifacts.records.problem import Layout
+from ...artifacts.limits import printable
+from ...artifacts.records import Layout
 from ...runtime.weights.quantization import NESTED
 from .layer import ExpertLayer, activation_in
 from .quant_config import UNQUANTISED, expert_weights
@@ -130,8 +130,8 @@ SHARED_WIDTHS = (
     "share_expert_dim",
 )
 FFN = "ffn_config"  # dbrx's: fields of the same model, in an object of their own
-DENSE_WIDTH = ("intermediate_size",)  # the dense layers' width; of some families the experts'
-DENSE_WIDTH_APART = "dense_intermediate_size"  # if set, DENSE_WIDTH is the experts'
+DENSE_WIDTH = ("intermediate_size",)  # the dense layers' width, or in some families the experts'
+DENSE_WIDTH_APART = "dense_intermediate_size"  # a config that has it keeps the experts' width in DENSE_WIDTH
 
 BY_LAYER = "block_configs"  # an object for each layer, in models found by a search for sizes
 SWITCH = "enable_moe_block"  # if false, there are no experts, whatever their number

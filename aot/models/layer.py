@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ...artifacts.limits import MAX_EXPERTS, MAX_WIDTH
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Layout, Op
-from ...kernels.contract.activations import Activation
+from ...artifacts.records import DType, Layout, Op
+from ...kernels.activations import Activation
 from ...kernels.hopper_w4a16 import padded_width, prepares
 
 # A config's name of an activation -> pretuned's name.

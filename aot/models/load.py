@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from ...artifacts.errors import InputError
-from ...artifacts.limits import MAX_EXPERTS, MAX_WIDTH
-from ...artifacts.names import PART
-from ...artifacts.records.precision import PLAIN_DTYPES, PRECISIONS, DType, dtypes_of
-from ...artifacts.records.problem import PLAIN_LAYOUTS, Layout, Op
+from ...artifacts.limits import MAX_EXPERTS, MAX_WIDTH, PART
+from ...artifacts.records import PLAIN_DTYPES, PLAIN_LAYOUTS, PRECISIONS, DType, Layout, Op, dtypes_of
 from .catalogue import CLASS, DEFAULT, catalogue, find, nearest_ids
 from .hf_config import SHARED, cached_config, dangling, from_url, read_model, republished
 from .layer import MAX_TOKENS, ExpertLayer, LayerShard

@@ -1,7 +1,7 @@
 """The format of the routed experts' weights, from a checkpoint's quantization config.
 
 Each library has a ``quantization_config`` of its own. Read here: the format of the routed experts, and whether the
-config leaves them out. Formats have the names of ``artifacts/records/precision.py``; a format without a row there gets
+config leaves them out. Formats have the names of ``artifacts/records.py``; a format without a row there gets
 a name of the same pattern, so that an error can say exactly which format has no kernels.
 
 What a config leaves out of its quantisation it names by some consecutive parts of a module's name, a glob, or a regular
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ...artifacts.errors import InputError
-from ...artifacts.names import printable
-from ...artifacts.records.precision import PRECISIONS
+from ...artifacts.limits import printable
+from ...artifacts.records import PRECISIONS
 from ...runtime.weights import quantization
 from ...runtime.weights.patterns import first_matching
 

@@ -33,11 +33,11 @@ from typing import Any
 
 from ... import integrations
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.files.publish import make_folder, publish
-from ...artifacts.files.signature import SUFFIX as SIGNATURE
-from ...artifacts.files.signature import Key, Keys, check, encode, read
-from ...artifacts.format.wire import PREAMBLE_BYTES, read_preamble
-from ...artifacts.records.bundle import Bundle
+from ...artifacts.publishing import make_folder, publish
+from ...artifacts.records import Bundle
+from ...artifacts.signature import SUFFIX as SIGNATURE
+from ...artifacts.signature import Key, Keys, check, encode, read
+from ...artifacts.wire import PREAMBLE_BYTES, read_preamble
 from ...runtime.dispatch.places import ENTRY_POINTS, SUFFIX, SYSTEM_DIRECTORY
 from ..bundle.verify import sound
 from ..process.output import check_out, check_signature, held, locked, without_waiting

@@ -7,14 +7,11 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ...artifacts.records.bundle import Variant
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
+from ...artifacts.records import DType, Fusion, Layout, Op, Problem, RowOp, Variant
 from ...kernels import hopper_w4a16, registry, rowops, search
-from ...kernels.contract.config import Config, TileRows
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, has_aligned_rows
-from ...kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, takes_codes_of_x
+from ...kernels.entry import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.rowops import RowOpSpec
+from ...kernels.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Config, Spec, TileRows, takes_codes_of_x
 
 # Silu in the epilogue: a tile has the gate columns and the up columns of half as many of y.
 GATED_COLUMNS = (128, 256)
@@ -137,8 +134,8 @@ def low_rank_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Sp
 
     Products of bf16 weights get it plain and gathering; products of prepared weights get it plain, with fitted tiles,
     as their rows are gathered beforehand. There is one variant for each kind of warp-specialised tile, and one for each
-    height of the others. No plan has such problems and nothing is measured for them: ``decide.py`` selects a variant at
-    the call.
+    height of the others. No plan has such problems and nothing is measured for them: runtime/dispatch/decide.py selects
+    a variant at the call.
     """
     variants: dict[Spec, None] = {}
     for problem in problems:

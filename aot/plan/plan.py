@@ -8,14 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ...artifacts.records.bundle import Model
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, buckets_between
-from ...kernels.contract.activations import Activation
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, has_aligned_rows
-from ...kernels.contract.spec import MAX_EXPERTS, code_of
-from ...kernels.hardware.arch import arch_of
+from ...artifacts.records import DType, Fusion, Layout, Model, Op, Problem, buckets_between
+from ...kernels.activations import Activation
+from ...kernels.arch import arch_of
+from ...kernels.entry import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.hopper_w4a16 import prepares
+from ...kernels.spec import MAX_EXPERTS, code_of
 from ..models.layer import LayerGemm, LayerShard
 from .families import Family, Pool, has_candidates, optional
 
@@ -73,11 +71,11 @@ class BuildPlan:
 def plan(shapes: Iterable[LayerShard]) -> BuildPlan:
     """Plan the distinct problems of ``shapes``, their buckets, and the models they serve.
 
-    For each of its dtypes, layouts and ops, a shard has a problem for each of its two GEMMs; forward and dX have each
-    once more with moved rows. The buckets are the powers of two that M = tokens * k / ep reaches between the least and
-    the most tokens, equal for every op. Gated forwards also get GEMM 1 with silu in its epilogue, in the larger
-    buckets, unless the model has another activation. Quantised weights also get their replacement dtypes:
-    ``planned_on`` keeps the dtypes that a capability has code for.
+    A shard has a problem for each of its two GEMMs, in each of its dtypes, layouts and ops. Forward and dX also have
+    them with gathered or scattered rows. The buckets are the powers of two that M = tokens * k / ep reaches between the
+    least and the most tokens, equal for every op. Gated models whose activation is silu also have GEMM 1 with silu in
+    its epilogue, in the larger buckets. Quantised weights are planned in bf16 too (``shape.instead``):
+    ``planned_on`` drops it for capabilities that have code for all their dtypes.
     """
     return _planned(tuple(shapes))
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable
 
 from ...artifacts.errors import HostError, InputError
-from ...artifacts.records.target import Gpu, LocalGpu, Target
-from ...kernels.hardware.arch import REFUSED, arch_of, supported
-from ...kernels.hardware.chips import CHIPS, Chip, chip_for
+from ...artifacts.records import Gpu, LocalGpu, Target
+from ...kernels.arch import REFUSED, arch_of, supported
+from ...kernels.chips import CHIPS, Chip, chip_for
 
 SUPPORTED = supported()  # what Triton compiles and pretuned builds for
 

@@ -143,8 +143,8 @@ def how_ended(exitcode: int | None) -> str:
 def end_with_parent(sentinel: int, scratch: Path) -> None:
     """End this process and its group when its parent has ended, and remove ``scratch``; call it in the main thread.
 
-    ``sentinel`` is the reading end of a pipe whose other end only the parent holds. The main thread itself removes the
-    folder, so that it no longer works there: Triton would make the folder again.
+    ``sentinel`` is the reading end of a pipe whose other end only the parent holds. The main thread removes the
+    folder itself: if it went on working, Triton would make the folder again.
     """
     signal.signal(signal.SIGURG, lambda number, frame: _tidy(scratch))  # a signal that LLVM does not use
     threading.Thread(target=_wait, args=(sentinel, scratch), daemon=True).start()

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...artifacts import codec, packed, signature
 from ...artifacts.errors import BundleError, HostError, InputError, LockBusy
-from ...artifacts.files import packed, signature
-from ...artifacts.files.lock import LOCK_NAME, lock, no_locks
-from ...artifacts.files.publish import make_folder, publish, too_many_open
-from ...artifacts.files.trust import resolve
-from ...artifacts.format import codec
-from ...artifacts.format.wire import MAGIC
-from ...artifacts.records.bundle import Bundle
+from ...artifacts.locking import LOCK_NAME, lock, no_locks
+from ...artifacts.publishing import make_folder, publish, too_many_open
+from ...artifacts.records import Bundle
+from ...artifacts.trust import resolve
+from ...artifacts.wire import MAGIC
 
 DEFAULT_NAME = "pretuned"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...artifacts.errors import HostError
-from ...artifacts.files.lock import has_none
+from ...artifacts.locking import has_none
 
 _PREFIX = "pretuned-build-"
 
@@ -44,7 +44,7 @@ def _named() -> Path:
 
 
 def _locked(folder: Path) -> int:
-    """Lock the folder and return its descriptor; -1 if another run took it for stale first, and removed it."""
+    """Lock the folder and return its descriptor; -1 if another run has removed it as stale."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def _locked(folder: Path) -> int:
         if not has_none(error):
             os.close(fd)
             raise HostError(f"can't lock '{folder}': {error.strerror}. Name another folder with TMPDIR") from error
-        return fd  # without locks no other run can take it for stale
+        return fd  # this file system has no locks, so no other run removes it as stale
     if folder.exists():
         return fd
     os.close(fd)

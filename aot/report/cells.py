@@ -8,13 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...artifacts.records.bundle import Model
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Layout, Op, Problem
-from ...artifacts.records.target import Gpu
-from ...kernels.contract.spec import result_columns
-from ...kernels.cost.routing import expected_rows
-from ...kernels.hardware.chips import Chip
+from ...artifacts.records import DType, Gpu, Layout, Model, Op, Problem
+from ...kernels.chips import Chip
+from ...kernels.cost import expected_rows
+from ...kernels.spec import result_columns
 
 
 class Roofline(NamedTuple):
@@ -25,7 +22,7 @@ class Roofline(NamedTuple):
 
     @property
     def least_us(self) -> float:
-        """The longer of the two: no launch can be faster."""
+        """max(memory_us, compute_us): no launch can be faster."""
         return max(self.memory_us, self.compute_us)
 
     @property
@@ -40,7 +37,7 @@ def roofline(problem: Problem, M: int, chip: Chip) -> Roofline:
     compute = 2 M N K / rate. memory = bytes / bandwidth, everything read or written once, s bytes an element:
 
     - forward, dX: A W + (M N + M K) s, W the bytes of a matrix of w with its scales and A the expected active experts
-      of the routing in kernels/cost/routing.py; with silu in the epilogue M N / 2 are written
+      of the routing in kernels/cost.py; with silu in the epilogue M N / 2 are written
     - dW: (E N K + M N + M K) s, as dw of every expert is written
 
     Rates and bandwidth are published figures of ``chip``: dense, at boost clock.

@@ -19,8 +19,7 @@ from html import escape
 from string import Template
 from typing import Any
 
-from ...artifacts.records.bundle import Model
-from ...artifacts.records.problem import Fusion, Op
+from ...artifacts.records import Fusion, Model, Op
 from ..plan.families import fused
 from .cells import Cell, Sheet, State, gemm_key
 

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.bundle import Bundle, Choice, Source, Variant
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Op, Problem
-from ...artifacts.records.target import Gpu, cuda_version
-from ...kernels.cost.resources import Resources
+from ...artifacts.records import Bundle, Choice, DType, Gpu, Op, Problem, Source, Variant, cuda_version
+from ...kernels.arch import ARCHS, supported
+from ...kernels.chips import Chip, chip_for, chip_of
+from ...kernels.cost import Resources
 from ...kernels.cost_model import Ranker
-from ...kernels.hardware.arch import ARCHS, supported
-from ...kernels.hardware.chips import Chip, chip_for, chip_of
 from ..bundle.assemble import config_text
 from ..bundle.verify import sound
 from ..journal.file import Contents, read_journal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...artifacts.records.target import Gpu
+from ...artifacts.records import Gpu
 from ..journal.records import Failure, Measured
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...artifacts.errors import CompileError, HostError
-from ...artifacts.records.problem import Problem
+from ...artifacts.records import Problem
 from ..choose.bundle import Ships
 from ..choose.choices import Chosen
 from ..choose.subset import MAX_LOSS
@@ -183,7 +183,7 @@ class TuningState:
 
 
 _RESTARTS = 3  # tries to start a worker
-_LOOK_S = 0.5  # between questions for GPUs that have joined
+_LOOK_S = 0.5  # between checks for GPUs that have joined
 _DESERTED_S = 60.0  # wait for a GPU when all have left
 _KILLS = 2  # lost GPUs after which a variant that ran alone counts as failed
 
@@ -318,7 +318,7 @@ class Scheduler:
         Raises
         ------
         HostError
-            after a while.
+            if none joins within ``_DESERTED_S``.
         """
         if self.workers or not self.queue or self._over:
             return False
@@ -398,7 +398,7 @@ class Scheduler:
             named = {self.space.index.get((task.problem, sha)) for sha in task.remeasure.variants}
             return (ranked[0], *(i for i in ranked[1:] if i in named or i in ran))
         near = self.state.winners.near(task.problem, task.bucket)
-        twin = self.state.winners.transposed(task.problem, task.bucket)
+        twin = self.state.winners.other_fusion(task.problem, task.bucket)
         elsewhere = self.space.elsewhere(task.problem, task.bucket)
         running = [config for config in configs if by_config[config] in ran]
         chosen = contenders(configs, near, twin, self.space.share, elsewhere, running)

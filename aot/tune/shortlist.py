@@ -12,17 +12,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Op, Problem
+from ...artifacts.records import DType, Fusion, Op, Problem
 
-SHARE = 0.1  # of a cell's candidates are measured
+SHARE = 0.1  # share of a cell's candidates that is measured
 FIRST = 2  # configs of the model's ranking
-_LEAST = 3  # configs if there are ``_MANY`` candidates or another fusion's winner, else FIRST
+_LEAST = 3  # least number of configs with ``_MANY`` candidates or another fusion's winner; else FIRST
 _MANY = 24
 _NEAREST = 9  # cells whose winners are tried
-_OTHER_FORM = 0.25  # the distance of an equal shape with rows moved another way
-_OTHER_SHAPE = 0.5  # of another shape with as many rows an expert: in doublings of M ...
-_SIZE = 0.2  # ... and so much more for each doubling of E, N and K
+_OTHER_FORM = 0.25  # distance to a cell of the same shape with another fusion
+_OTHER_SHAPE = 0.5  # distance to another shape with as many rows per expert, in doublings of M ...
+_SIZE = 0.2  # ... plus this for each doubling of E, N and K
 
 FORMS = (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)  # in the order in which they are measured
 
@@ -72,11 +71,10 @@ class Winners:
             self._last = problem, sorted(others_apart, key=lambda entry: entry[0])
         return self._last[1]
 
-    def transposed(self, problem: Problem, bucket: int) -> ConfigPairs | None:
-        """The winner of the same product and bucket with its rows moved another way, if one was measured.
+    def other_fusion(self, problem: Problem, bucket: int) -> ConfigPairs | None:
+        """The winner of this product and bucket with another fusion of ``FORMS``, if it was measured.
 
-        None for a plain product, which is measured first and has more configs than the fusions that move rows: their
-        winners say little of its other configs.
+        None for a plain product. It is measured first, and it has configs that the fusions don't have.
         """
         if problem.fusion is Fusion.NONE:
             return None
@@ -105,11 +103,18 @@ def contenders(
 ) -> list[ConfigPairs]:
     """The configs to measure, the modelled choice first: about ``share`` of ``ranked``, but at least two or three.
 
-    ``ranked`` are all candidates of the cell, the best first; ``near`` and ``twin`` come from ``Winners.near`` and
-    ``Winners.transposed``. If another fusion of the product was measured, its winner is tried after the model's first.
-    A larger share than usual is filled up in the model's order. ``elsewhere`` are the choices of another GPU's bundle:
-    they follow the model's first, and at least four configs are measured. ``running`` is the baseline, which is
-    measured anyway, so it does not count.
+    Parameters
+    ----------
+    ranked
+        All candidates of the cell, the cost model's best first.
+    near, twin
+        From ``Winners.near`` and ``Winners.other_fusion``. ``twin`` is tried after the cost model's best.
+    share
+        The share of ``ranked`` to measure. Above ``SHARE``, configs are added in the cost model's order.
+    elsewhere
+        Another GPU's choices, tried from the second place on. With them at least four configs are measured.
+    running
+        The baseline, which is measured anyway and does not count.
     """
     others = [config for config in ranked if config not in running]
     return [*(config for config in ranked[:1] if config in running), *_others(others, near, twin, share, elsewhere)]

@@ -11,14 +11,12 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from ...artifacts.bundle_file import BundleFile
 from ...artifacts.errors import InputError
-from ...artifacts.files.bundle_file import BundleFile
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem
-from ...artifacts.records.target import Gpu
-from ...kernels.cost.resources import Resources
+from ...artifacts.records import DType, Fusion, Gpu, Layout, Op, Problem
+from ...kernels.chips import Chip, chip_of
+from ...kernels.cost import Resources
 from ...kernels.cost_model import Ranker
-from ...kernels.hardware.chips import Chip, chip_of
 from ...runtime.dispatch.neighbours import Neighbourhood
 from ..choose.choices import with_neighbours
 from ..choose.incumbents import Running, runs

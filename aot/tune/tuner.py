@@ -14,11 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...artifacts.bundle_file import BundleFile, open_bundle
 from ...artifacts.errors import BundleError, HostError, InputError
-from ...artifacts.files.bundle_file import BundleFile, open_bundle
-from ...artifacts.records.bundle import Kernel
-from ...artifacts.records.problem import Op, Problem
-from ...artifacts.records.target import Gpu, LocalGpu
+from ...artifacts.records import Gpu, Kernel, LocalGpu, Op, Problem
 from ..choose.bundle import Ships
 from ..choose.incumbents import Around, RunsOn
 from ..executors.local import local_gpus

@@ -7,7 +7,7 @@
     python benchmarks/run.py fit_cost benchmarks/results/sweep-*.json --select        # how few variants are enough
 
 Several sweeps of several ops are fitted together (benchmarks/model/fitting.py: forward and dX run the same kernel
-and share their constants). ``--write`` puts the constants into kernels/cost/constants.py. The same command gives the
+and share their constants). ``--write`` puts the constants into kernels/cost.py. The same command gives the
 same constants.
 """
 
@@ -24,10 +24,10 @@ from pathlib import Path
 from benchmarks.model import selection
 from benchmarks.model.fitting import FITTED, FITTED_DW, PRIOR, SHARED, fit, values_of
 from benchmarks.model.sweeps import Cell, Table, judge, load, merged, show
-from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.cost.constants import CONSTANTS, Constants, Specialized, WeightGrad
+from pretuned.artifacts.records import Op
+from pretuned.kernels.cost import CONSTANTS, Constants, Specialized, WeightGrad
 
-CALIBRATION = Path(__file__).parents[2] / "kernels" / "cost" / "constants.py"
+CALIBRATION = Path(__file__).parents[2] / "kernels" / "cost.py"
 BEGIN, END = "# fitted: begin\n", "# fitted: end\n"
 
 
@@ -44,7 +44,7 @@ def cross_validate(cells: Sequence[Cell], begun: Constants, steps: int, seed: in
 
 
 def source(constants: Constants, sm: int, comment: str) -> str:
-    """The fitted block of kernels/cost/constants.py."""
+    """The fitted block of kernels/cost.py."""
     rows = []
     family = constants.family(sm)
     for name, value in family._asdict().items():
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4000, help="steps of the search; 0 only judges")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-cross", action="store_true", help="don't fit again with models left out")
-    parser.add_argument("--write", action="store_true", help="put the constants into kernels/cost/constants.py")
+    parser.add_argument("--write", action="store_true", help="put the constants into kernels/cost.py")
     parser.add_argument("--select", action="store_true", help="only show how few variants are enough; fits nothing")
     parser.add_argument("--out", type=Path, help="write the tables as JSON")
     args = parser.parse_args()

@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks.model.sweeps import Cell
 from benchmarks.model.vectors import Part, parts
-from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.cost.constants import Constants, ConstantsFamily, WeightGrad
+from pretuned.artifacts.records import Op
+from pretuned.kernels.cost import Constants, ConstantsFamily, WeightGrad
 
 # What is searched: (constant, least, most, spread as a factor). ``a.b`` is a field of a field, ``a/2`` an entry.
 FITTED: tuple[tuple[str, float, float, float], ...] = (

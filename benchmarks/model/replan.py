@@ -21,11 +21,8 @@ from pretuned.aot.bundle.assemble import Code
 from pretuned.aot.compile.pool import CompileJob, compile_all
 from pretuned.aot.compile.revisions import source_sha256
 from pretuned.aot.compile.triton import kernels_of, producer_of
-from pretuned.artifacts.files import packed
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Bundle, Choice, Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, RowOp
+from pretuned.artifacts import codec, packed
+from pretuned.artifacts.records import Bundle, Choice, DType, Op, RowOp, Variant
 from pretuned.kernels.plans import with_plans
 from pretuned.kernels.rowops import CODE_OPS, MAKES_CODES, RowOpSpec, specs
 

@@ -35,8 +35,8 @@ from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
 from pretuned.aot.process.gpus import gpu_count
 from pretuned.aot.tune.tuner import Outcome, tune_problems
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.records import Op, Problem
 
 MODELS = Path(__file__).with_name("scaling-models.txt")
 GOAL = 0.9

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from benchmarks.model.sweeps import Cell, Rankings
 from pretuned.aot.choose.subset import MISSING, select
-from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.cost.constants import Constants
-from pretuned.kernels.cost.resources import Resources
+from pretuned.artifacts.records import Op
+from pretuned.kernels.cost import Constants, Resources
 from pretuned.kernels.search import candidates
 
 LIMITS = (1, 2, 4, 6, 8, 12, 16)

@@ -34,13 +34,12 @@ from pretuned.aot.plan.plan import plan, planned_on
 from pretuned.aot.tune.scheduler import LIKELY
 from pretuned.aot.tune.shortlist import SHARE
 from pretuned.aot.tune.space import TuningSpace
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import BundleFile, open_bundle, open_bytes
 from pretuned.artifacts.errors import PretunedError
-from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle, open_bytes
-from pretuned.artifacts.format import codec
 from pretuned.artifacts.limits import MAX_DIM
-from pretuned.artifacts.records.bundle import Variant
-from pretuned.artifacts.records.problem import Layout, Op, Problem
-from pretuned.kernels.contract.config import Cache, Config, Schedule, TileRows
+from pretuned.artifacts.records import Layout, Op, Problem, Variant
+from pretuned.kernels.spec import Cache, Config, Schedule, TileRows
 
 OVER = 1.02
 ROWS = (8, 128, 4096)  # ranges of rows in all, up to

@@ -12,14 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.kernels.contract.config import Config
-from pretuned.kernels.cost.constants import Constants
-from pretuned.kernels.cost.resources import Resources
+from pretuned.artifacts.records import DType, Op, Problem
+from pretuned.kernels.chips import Chip, chip_named
+from pretuned.kernels.cost import Constants, Resources
 from pretuned.kernels.cost_model import Ranker
-from pretuned.kernels.hardware.chips import Chip, chip_named
 from pretuned.kernels.search import candidates
+from pretuned.kernels.spec import Config
 
 Table = dict[str, dict[str, float]]
 
@@ -42,9 +40,7 @@ def load(path: Path) -> list[Cell]:
     sweep = json.loads(path.read_text())
     chip = chip_named(sweep["gpu"])
     if chip is None:
-        raise SystemExit(
-            f"{path}: measured on '{sweep['gpu']}', which kernels/hardware/chips.py doesn't know; add it there"
-        )
+        raise SystemExit(f"{path}: measured on '{sweep['gpu']}', which kernels/chips.py doesn't know; add it there")
     chip = chip.with_sm_count(sweep["sm_count"])
     variants = {
         number: Resources(

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.model import unknown
 from pretuned.aot.journal.file import read_journal
-from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.bundle_file import open_bundle
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -39,13 +39,11 @@ from pretuned.aot.journal.timings import Timings
 from pretuned.aot.plan.families import Family, ships_unchosen
 from pretuned.aot.tune.shortlist import SHARE, ConfigPairs, Winners, contenders
 from pretuned.aot.tune.tuner import Entrants, tune_problems
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.bundle import Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.kernels.cost.resources import Resources
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.records import DType, Fusion, Op, Problem, Variant
+from pretuned.kernels.chips import chip_of
+from pretuned.kernels.cost import Resources
 from pretuned.kernels.cost_model import Ranker
-from pretuned.kernels.hardware.chips import chip_of
 from pretuned.kernels.search import candidates
 
 # Few and many experts, wide and narrow: (op, E, N, K, what moves). The first rows of a GEMM 1, then those of a GEMM 2.
@@ -182,7 +180,7 @@ def _tuned(
     model: str = "",
 ) -> Cell:
     """Return the tuner's choice among the candidates of a cell, and add it to the winners."""
-    twin = winners.transposed(problem, M)
+    twin = winners.other_fusion(problem, M)
     of_all = min(0.99, SHARE * possible / len(ranked))  # of the whole space: what is not here can't win
     share = SHARE if twin else of_all
     chosen = contenders(ranked, winners.near(problem, M), twin, share)

@@ -38,14 +38,12 @@ from pretuned.aot.measure.inputs import top_k_of
 from pretuned.aot.measure.job import MeasureJob, MeasureResult, Setup
 from pretuned.aot.plan.families import Family, Pool, serves
 from pretuned.aot.tune.shortlist import SHARE, Winners, contenders
+from pretuned.artifacts.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.errors import PretunedError
-from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.cost.resources import Resources
+from pretuned.artifacts.records import DType, Fusion, Gpu, Layout, LocalGpu, Op, Problem
+from pretuned.kernels.chips import Chip, chip_of
+from pretuned.kernels.cost import Resources
 from pretuned.kernels.cost_model import Ranker
-from pretuned.kernels.hardware.chips import Chip, chip_of
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.neighbours import Neighbourhood, blended
 from pretuned.runtime.dispatch.places import Kind, Place
@@ -225,7 +223,7 @@ def shortlists(bundle: BundleFile, contents: Contents, share: float) -> dict[str
         others = [(("untimed", i),) for i in range(len(times), count if share <= SHARE else 0)]
         for name, order in zip(by, (modelled, ordered or modelled), strict=True):
             ranked = [*dict.fromkeys(variants[i].config for i in order if i in times_ns), *others]
-            near, twin = winners[name].near(problem, bucket), winners[name].transposed(problem, bucket)
+            near, twin = winners[name].near(problem, bucket), winners[name].other_fusion(problem, bucket)
             tried = dict.fromkeys((*contenders(ranked, near, twin, share, (), [runs]), runs))
             fastest = min((config for config in tried if config in times), key=lambda config: times[config])
             winners[name].add(problem, bucket, fastest)

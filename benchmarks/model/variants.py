@@ -24,10 +24,8 @@ import torch
 from benchmarks import method, provenance
 from benchmarks.method import MODELS
 from pretuned.aot.measure.inputs import TORCH
-from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
-from pretuned.artifacts.records.bundle import Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op
+from pretuned.artifacts.bundle_file import BundleFile, open_bundle
+from pretuned.artifacts.records import DType, Fusion, Layout, Op, Variant
 from pretuned.runtime.launch import gemm as launch_gemm
 
 

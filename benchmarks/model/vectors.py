@@ -14,13 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.model.sweeps import Cell
-from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.config import Cache, Config, Edge, Schedule, TileRows
-from pretuned.kernels.cost.constants import Constants
-from pretuned.kernels.cost.resources import Resources
+from pretuned.artifacts.records import Op
+from pretuned.kernels.chips import Chip
+from pretuned.kernels.cost import Constants, Resources
 from pretuned.kernels.cost_model import _GRAIN, Profile, _short, _Work, _work, profile
-from pretuned.kernels.hardware.chips import Chip
 from pretuned.kernels.registry import dealt, transposed
+from pretuned.kernels.spec import Cache, Config, Edge, Schedule, TileRows
 
 Floats = npt.NDArray[np.float64]
 

@@ -32,7 +32,7 @@ from benchmarks import method, provenance
 from benchmarks.peers import vllm_kernels
 from benchmarks.speed.kernels import in_turns
 from pretuned.aot.measure.inputs import quantised_weights
-from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records import DType
 from pretuned.runtime import ExpertWeights, QuantizedRows, activate, experts_mlp, grouped_gemm
 
 RANKS, MOST = 8, 1024  # rows of an expert

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretuned.aot.measure.inputs import routed_rows
-from pretuned.artifacts.records.precision import PRECISIONS
+from pretuned.artifacts.records import PRECISIONS
 
 from ..model.tables import ROOT
 from .beside_quantised import peer_of

@@ -15,8 +15,7 @@ import torch
 
 from benchmarks.peers import vllm_kernels
 from pretuned.aot.measure.inputs import Tensors, caller
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records import DType, Op, Problem
 from pretuned.runtime.dispatch.decide import Miss, decide
 from pretuned.runtime.dispatch.snapshot import snapshot
 from pretuned.runtime.driver.device import local_gpu

@@ -32,10 +32,9 @@ from pretuned.aot.compile.shipped import shipped_file
 from pretuned.aot.journal.file import read_journal
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.tune.tuner import tune_problems
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.codec import encode
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.records import DType, Op, Problem
 
 KS = (1000, 1032, 1448, 2056, 4104)
 BUCKETS = (8192, 65536)  # 1,024 and 8,192 tokens of 8 experts each

@@ -25,13 +25,13 @@ import torch
 from benchmarks import provenance
 from pretuned.aot.measure.bench import NumericsCheck
 from pretuned.aot.measure.inputs import Tensors, caller, quantised_weights
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels.contract.spec import gemm_of
-from pretuned.kernels.cost.resources import Resources
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.records import Fusion, Layout, Op, Problem
+from pretuned.kernels.chips import chip_of
+from pretuned.kernels.cost import Resources
 from pretuned.kernels.cost_model import estimate_us
-from pretuned.kernels.hardware.chips import chip_of
 from pretuned.kernels.registry import beyond
+from pretuned.kernels.spec import gemm_of
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.launch.gemm import load_kernel

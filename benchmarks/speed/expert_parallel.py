@@ -27,7 +27,7 @@ import torch
 from benchmarks import method, provenance
 from benchmarks.speed.kernels import in_turns
 from pretuned.aot.measure.inputs import quantised_weights
-from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records import DType
 from pretuned.runtime import ExpertWeights, moe_mlp
 
 RANKS = 8

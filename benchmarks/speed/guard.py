@@ -30,9 +30,8 @@ from pretuned.aot.journal.records import geometric_mean
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan, planned_on
 from pretuned.aot.tune.space import fits, torch_can, weight_key
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Layout, Problem, bucket_of
-from pretuned.kernels.contract.launch_abi import has_aligned_rows
+from pretuned.artifacts.records import DType, Layout, Problem, bucket_of
+from pretuned.kernels.entry import has_aligned_rows
 
 CELLS = 60
 LOOKS = 5  # at each cell, a whole sample apart: by one alone a cell that the power limit holds was 1.085 x its own time

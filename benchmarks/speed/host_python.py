@@ -118,7 +118,7 @@ def made_up_gpu(support: Path, noted: list[object] | None = None) -> Iterator[No
         from emulated_driver import emulated
         from host_gpu import PERSISTENT, Device
 
-        from pretuned.artifacts.records.precision import DType
+        from pretuned.artifacts.records import DType
 
         class Quiet(Device):  # type: ignore[misc]
             def cuLaunchKernelEx(self, config: int, function: int, parameters: int, extra: int | None) -> int:

@@ -30,8 +30,7 @@ import torch
 from benchmarks import method, provenance
 from benchmarks.method import MODELS
 from pretuned.aot.compare.run import grouped_mm, matmul_loop, ours
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Layout, Op, Problem
+from pretuned.artifacts.records import DType, Layout, Op, Problem
 from pretuned.runtime import explain
 
 PEERS = Path(__file__).parents[1] / "peers" / "h200.jsonl"

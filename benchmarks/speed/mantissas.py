@@ -25,7 +25,7 @@ import torch
 from benchmarks import method, provenance
 from benchmarks.speed.kernels import in_turns, layers_of
 from pretuned.artifacts.errors import InputError
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.spec import Config
 from pretuned.runtime import explain, grouped_gemm
 
 PAUSE_S, ROUNDS = 0.02, 9

@@ -26,10 +26,9 @@ import torch
 
 from benchmarks import method, provenance
 from benchmarks.method import MODELS
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import RowOp
+from pretuned.artifacts.records import DType, RowOp
 from pretuned.kernels import rowops as contract
-from pretuned.kernels.contract.activations import Activation
+from pretuned.kernels.activations import Activation
 from pretuned.kernels.rowops import Block, RowOpSpec, dtype_of
 from pretuned.runtime.dispatch.snapshot import snapshot
 from pretuned.runtime.driver.rowops import RowOpLauncher

@@ -25,9 +25,8 @@ import torch
 from benchmarks import method, provenance
 from benchmarks.method import MODELS
 from pretuned.aot.measure.inputs import quantised_weights
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import RowOp
-from pretuned.kernels.contract.activations import Activation
+from pretuned.artifacts.records import DType, RowOp
+from pretuned.kernels.activations import Activation
 from pretuned.kernels.rowops import USED
 from pretuned.runtime import ExpertWeights, moe_mlp, reload
 from pretuned.runtime.launch import rowops

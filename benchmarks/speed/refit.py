@@ -33,8 +33,7 @@ import torch
 
 from benchmarks import provenance
 from benchmarks.method import MODELS
-from pretuned.artifacts.records.precision import PRECISIONS, DType
-from pretuned.artifacts.records.problem import RowOp
+from pretuned.artifacts.records import PRECISIONS, DType, RowOp
 from pretuned.kernels import rowops
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.launch import rowops as launch_rowops

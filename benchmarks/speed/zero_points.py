@@ -26,12 +26,10 @@ from benchmarks import method, provenance
 from benchmarks.speed.kernels import in_turns
 from pretuned.aot.measure.bench import NumericsCheck
 from pretuned.aot.measure.inputs import Tensors, activations, caller, quantised_weights, routed_rows
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.bundle import Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels.contract.spec import gemm_of
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.records import DType, Fusion, Layout, Op, Problem, Variant
 from pretuned.kernels.registry import beyond
+from pretuned.kernels.spec import gemm_of
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.launch.gemm import LoadedKernel, load_kernel
 from pretuned.runtime.weights.expert_weights import ExpertWeights

@@ -25,10 +25,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pretuned.artifacts.records.precision import dtypes_of
-from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.hardware.chips import CHIPS
+from pretuned.artifacts.records import Fusion, Gpu, LocalGpu, Op, Problem, dtypes_of
+from pretuned.kernels.chips import CHIPS
 from pretuned.runtime.dispatch import decide, plans, rowops
 from pretuned.runtime.dispatch.decide import Decision
 from pretuned.runtime.dispatch.places import Kind, Place

@@ -36,9 +36,7 @@ def first() -> float:
     import torch  # noqa: F401 - a process of a user has it
 
     import pretuned.runtime  # noqa: F401
-    from pretuned.artifacts.records.precision import DType
-    from pretuned.artifacts.records.problem import Op, Problem
-    from pretuned.artifacts.records.target import Gpu, LocalGpu
+    from pretuned.artifacts.records import DType, Gpu, LocalGpu, Op, Problem
     from pretuned.runtime.dispatch.decide import Decision, decide
     from pretuned.runtime.dispatch.snapshot import snapshot
 
@@ -55,9 +53,9 @@ def first() -> float:
 
 def modelled(bundle: Path, out: Path) -> Path:
     """Write ``bundle`` with only the H200's choices, marked as modelled."""
-    from pretuned.artifacts.files.bundle_file import open_bundle
-    from pretuned.artifacts.format import codec
-    from pretuned.artifacts.records.bundle import Source
+    from pretuned.artifacts import codec
+    from pretuned.artifacts.bundle_file import open_bundle
+    from pretuned.artifacts.records import Source
 
     with open_bundle(bundle) as opened:
         whole = opened.load()

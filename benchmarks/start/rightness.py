@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks import method
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Layout, Op
+from pretuned.artifacts.records import DType, Layout, Op
 from pretuned.runtime import explain, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
 from pretuned.runtime.check.call import Rows
 from pretuned.runtime.launch.products import resolve

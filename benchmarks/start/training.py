@@ -34,7 +34,7 @@ import torch
 
 from benchmarks import method, provenance
 from benchmarks.start.cases import BF16, FUSED, PLAIN, Case, Form, Shape, catalogue_shapes
-from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.runtime import moe_mlp
 
 TOKENS = (1, 17, 128, 1000, 1024, 8192)

@@ -41,7 +41,7 @@ def index_at(index, index_step, flags, row, row_end):
 
 @gluon.jit
 def counting(flat, index_end, flags, row, row_end):
-    """Which rows take part, by their index[row]."""
+    """True for rows before ``row_end`` whose index ``flat`` is in [0, index_end); for all if there is no index."""
     indexed = (flags & INDEXED_FLAGS) != 0
     return (row < row_end) & (((flat >= 0) & (flat < index_end)) | (not indexed))
 
@@ -55,16 +55,16 @@ def flat_index(index, index_step, index_end, flags, row, row_end):
 
 @gluon.jit
 def ask(moved, row, row_end, ROWS: gl.constexpr):
-    """The index of each of ROWS rows, on its way: for ``look_up``."""
+    """Begin to load index[row] of ROWS rows; ``look_up`` waits for it."""
     m = row + gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
     return index_at(moved[0], moved[3], moved[6], m, row_end)
 
 
 @gluon.jit
 def look_up(moved, flat, row, row_end):
-    """(the row of y that each row goes to, -1 for none; its factor), for ``note``, of what ``ask`` asked for.
+    """(the row of y that each row is stored to, or -1; its routing weight), from the indices that ``ask`` loads.
 
-    Before the product, so that its latency passes meanwhile; after it in code that gathers, which seldom needs it.
+    It is called before the product, which hides the latency; after it in code that gathers, as few tiles need it there.
     """
     _index, row_weights, _bias, _index_step, index_end, _x_divisor, flags = moved
     m = row + gl.arange(0, flat.shape[0], layout=gl.BlockedLayout([1], [32], [4], [0]))
@@ -75,10 +75,10 @@ def look_up(moved, flat, row, row_end):
 
 @gluon.jit
 def tables(ROWS: gl.constexpr):
-    """Where each warpgroup notes what it has looked up, until it stores its results: one or two rows of each thread.
+    """Shared memory for each warpgroup's ``look_up`` until it stores its results: one or two rows for each thread.
 
-    A product whose index and factors are loaded as they are needed takes up to 1.1 x as long
-    (docs/inside/trials.md, scatter-looked-up), and held in registers as the results lie they leave it none.
+    If the index and the weights are loaded only when results are stored, a call takes up to 1.1 x as long
+    (docs/inside/trials.md, scatter-looked-up). In registers, in the results' layout, they would leave none free.
     """
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return (
@@ -212,7 +212,7 @@ def store_noted(
     MMA: gl.constexpr,
     LINES: gl.constexpr,
 ):
-    """Stores the first PARTS x 64 columns of 64 rows, biased and weighted, through pointers: as noted ``row`` on."""
+    """Store PARTS x 64 columns of 64 rows through pointers, with bias and weight, to the rows of y in ``noted``."""
     target, scale = noted_at(noted, half, row, gl.SliceLayout(1, LINES), gl.SliceLayout(1, MMA))
     inside = target >= 0
     parts = parts_of(result)
@@ -308,7 +308,7 @@ def _tile(
         if whole & ((moved[6] & MOVED_FLAGS) == 0):
             store_boxes(y_map, acc, buffers, half, row, row_end, first, expert, SLOTS, WEIGHT, WIDTH // 64)
         else:
-            tma.store_wait(0)  # the tile before may still be read out of the buffers
+            tma.store_wait(0)  # TMA may still be storing the last tile from the buffers
             note(noted, half, look_up(moved, ask(moved, row, row_end, 64), row, row_end))
             store_noted(
                 y, acc, buffers, half, moved, noted, 0, expert, first, N, stride_y_m, SLOTS, WIDTH // 64, mma, lines

@@ -1,13 +1,13 @@
 """Pingpong: each warpgroup multiplies whole tiles, and stores its results while the other warpgroup multiplies.
 
-A tile is 128 rows by 128 columns, or by 192, the most whose sums one warpgroup's registers hold. The language has no
-tensor of 192 columns: the products are written for 256, of which the last quarter is neither loaded nor stored, and the
-compiler is handed instructions of 192 columns in their place (aot/compile/ptx.py). The ring has 64 columns more at its
-end, which the words ``256 columns from here`` reach. A tile of dW, 192 columns always, may lie ACROSS: they are rows of
+A tile is 128 rows by 128 or 192 columns: one warpgroup's registers hold the sums of 192 at most. Gluon has no tensor of
+192 columns. So the products are written for 256, of which the last quarter is neither loaded nor stored, and
+aot/compile/ptx.py replaces their instructions by those for 192 columns. The ring of stages has 64 more columns at its
+end, because a view of 256 columns reaches into them. A tile of dW always has 192 columns; with ACROSS these are rows of
 dw.
 
-A warpgroup waits for its first stage only after the other has begun on the last of its own (``order``): the barrier of
-a stage tells the next load from the last, and not from the one before.
+A warpgroup waits for its first stage only after the other has begun on the last of its own (``order``): a stage's
+barrier has one phase bit, which does not tell a load from the load before the last.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_me
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-ANY_VIEW: gl.constexpr = gl.constexpr(triton.__version__.startswith("3.7."))  # for all it cares where one ends
+ANY_VIEW: gl.constexpr = gl.constexpr(triton.__version__.startswith("3.7."))  # 3.7 checks no view's end
 
 INDEX_END: gl.constexpr = gl.constexpr(0x40000000)
 NARROW_BIT: gl.constexpr = gl.constexpr(1 << 30)  # in a tile's word: only the left half of its columns counts
 WHOLE_BIT: gl.constexpr = gl.constexpr(1 << 30)  # in a tile's column: each of its rows that is gathered has an index
-# Values of ``flags``, like in kernels/portable_plain/rows.py and tiles.py.
+# Values of ``flags``, like in kernels/portable_plain/rows.py and kernels/portable_plain/tiles.py.
 GATHER_FLAG: gl.constexpr = gl.constexpr(1)
 SCATTER_FLAG: gl.constexpr = gl.constexpr(2)
 WEIGHT_FLAG: gl.constexpr = gl.constexpr(4)
@@ -100,10 +100,10 @@ def expert_ends(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.c
 
 @gluon.jit
 def barriers(STAGES: gl.constexpr, FULL: gl.constexpr, READERS: gl.constexpr, TAKERS: gl.constexpr):
-    """(full, empty) of each stage of operands, (queue, filled, free) of the two slots that tell of tiles.
+    """(full, empty): barriers of each stage of operands. (queue, filled, free): two slots that announce tiles.
 
-    READERS is how many warpgroups read each stage: both, or one, where they take tiles in turns. TAKERS are who reads
-    each slot: they, and a loading warp that is told of its tiles.
+    READERS is the number of warpgroups that read each stage: both, or one if they take tiles in turns. TAKERS is the
+    number of readers of each slot: these warpgroups, and in dW's pingpong kernel the loading warp.
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

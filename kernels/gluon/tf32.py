@@ -28,7 +28,7 @@ RIGHT = gl.constexpr(
 
 @gluon.jit
 def _mixed(rows):
-    """Of each eight rows 0, 2, 4, 6, then 1, 3, 5, 7: in registers a change of names alone."""
+    """Reorder each eight rows to 0, 2, 4, 6, 1, 3, 5, 7; in registers nothing moves."""
     COLUMNS: gl.constexpr = rows.shape[1]
     return rows.reshape([2, 4, 2, COLUMNS]).permute((0, 2, 1, 3)).reshape([16, COLUMNS])
 

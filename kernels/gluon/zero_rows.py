@@ -1,12 +1,11 @@
-"""The rows of a scattered y that no row goes to: a warp beside the product finds them and sets them to zero.
+"""Zeros for the rows of a scattered y that no index names: one warp finds and clears them while others multiply.
 
-Each program has a share of y's rows, looks for up to 1,024 of them at a time in the whole index, and marks what it
-finds, a bit for each. The warp is one of the four that the loading warp's group has registers for anyway, and the
-product hides it: launches that find and clear the same rows (kernels/rowops/zero_rows.py) take 8 to 12 us. It is
-alone, so each instruction waits for the one before; as the compiler makes it from vectors of the index, it took longer
-than the product from some 64 thousand rows on (up to 1.07 x, with 123 thousand 1.13:
-docs/inside/trials.md, scatter-beside). So the search is PTX: loads without masks, 16 under way, and no more to do for
-rows that other programs have.
+Each program has a share of y's rows. Its warp looks for up to 1,024 of them at a time in the whole index and sets a bit
+for each that it finds. The warp costs no registers, as they are allotted to groups of four warps, and the product hides
+its time: launches that clear the rows (kernels/rowops/zero_rows.py) take 8 to 12 us. In a single warp each instruction
+waits for the last: written in Gluon, the search took longer than the product from some 64 thousand rows on (up to
+1.07 x, with 123 thousand 1.13 x: docs/inside/trials.md, scatter-beside). So it is PTX, with loads without masks, 16 of
+them under way, and no work for rows of other programs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .pipeline import SCATTER_FLAG, ZERO_TAIL_FLAG, counts
 LANES: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 ROWS: gl.constexpr = gl.constexpr(1024)  # of y, at a time: 32 for each lane of a warp
 _ALL = "0xffffffff"
-_LOADS = 16  # of 32 entries of the index, under way at a time
+_LOADS = 16  # loads under way at a time, each of 32 entries of the index
 
 
 def _mark(entries: range, votes: str) -> list[str]:
@@ -62,7 +61,7 @@ def text() -> str:
         lines += _mark(half, "votes")
     lines += [
         "bra NEXT;",
-        f"LAST: sub.u32 past, past, {entries};",  # of fewer than so many that are left 32 at a time
+        f"LAST: sub.u32 past, past, {entries};",  # fewer than ``entries`` are left: 32 at a time
         "SOME: setp.ge.s32 none, past, $2; @none bra DONE;",
         "add.u32 word, past, $5; setp.lt.s32 in, word, $2; mov.b32 there0, -1; @in ld.global.b32 there0, [at];",
         "add.s64 at, at, stride; add.u32 past, past, 32;",
@@ -89,7 +88,7 @@ def _clear_row(y, row, N, stride_y_m):
 def clear_unnamed(y, m_sizes, moved, M, E, N, stride_y_m, m_sizes_step):
     """y[r] = 0 for each r in [0, index_end) that is no index[i], i < sum(m_sizes): for one warp of each program.
 
-    An index is its low word, like in ``consumer.flat_index``, so no row that is cleared here is stored to.
+    Of an int64 index only the low word is read, as in ``consumer.flat_index``: no row is both cleared and stored to.
     """
     index, _row_weights, _bias, index_step, index_end, _x_divisor, flags = moved
     if ((flags & SCATTER_FLAG) != 0) & ((flags & ZERO_TAIL_FLAG) != 0):

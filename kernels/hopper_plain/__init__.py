@@ -10,13 +10,11 @@ A cooperative tile is shared by two warpgroups, a pingpong tile belongs to one. 
 
 from __future__ import annotations
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Op
-from ..contract.config import PINGPONG_COLUMNS, Cache, Config, Edge, Loads, Schedule, TileRows
-from ..contract.entry import Box, Constants, Limits, Rows, Tiles, configs, no_configs
-from ..contract.spec import MAX_EXPERTS, Spec, indexed, w_kn
-from ..hardware.arch import Arch, Feature
+from ...artifacts.records import DType, Fusion, Op
+from ..arch import Arch, Feature
+from ..entry import Box, Constants, Limits, Rows, Tiles, configs, no_configs
 from ..portable_plain import GATHERING, LOW_OPERANDS, ROWS, UNGATHERED, WEIGHT, row_operands, without_low_rank
+from ..spec import MAX_EXPERTS, PINGPONG_COLUMNS, Cache, Config, Edge, Loads, Schedule, Spec, TileRows, indexed, w_kn
 
 ROWS_OF_TILE = 128  # 64 for each warpgroup; for a fitted tile its columns
 MOST_STEPS = (1 << 20) - 1  # the loading warp passes a tile's steps on in 20 bits: kernels/gluon/consumer.py
@@ -143,7 +141,7 @@ def _fitted_constants(spec: Spec, arch: Arch) -> Constants:
         "LOW_RANK": Fusion.LOW_RANK in spec.fusion,
     }
     spare = c.block_m == PINGPONG_COLUMNS and not indexed(spec.fusion)
-    # Any number of parts will do, because this kernel keeps track of the buffers.
+    # ``even`` for any number of 64-column parts, because this kernel counts the buffers that it uses.
     return sizes | _common(spec, arch, c.block_m, c.block_k, noted=256, spare=spare, even=True)
 
 

@@ -5,9 +5,9 @@ many of its rows as there are, rounded up to 16: wgmma computes 64 rows at a tim
 computed turned round, 128 columns of w by its rows of x, and turned back when it is stored. rows.py, whose tiles
 are of 128 rows in halves of 64, loses up to 63 rows of each expert's last tile, and loads w once for every 128.
 
-Both warpgroups share a tile of 256 rows, 64 columns each, or take whole tiles of 192 in turns (pingpong.py). Tiles are
-handed out as programs become free. The arguments are those of ``rows`` in kernels/portable_plain/rows.py, and
-``counter``, an int32 that is zero before and after.
+Both warpgroups share a tile of 256 rows, 64 columns each, or take whole tiles of 192 in turns
+(kernels/gluon/pingpong.py). Tiles are handed out as programs become free. The arguments are those of ``rows`` in
+kernels/portable_plain/rows.py, and ``counter``, an int32 that is zero before and after.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ..gluon.zero_rows import clear_unnamed
 GRAIN: gl.constexpr = gl.constexpr(16)  # rows: 8 is no faster, 32 up to 1.06 x as long
 BOX: gl.constexpr = gl.constexpr(64)  # rows of x, loaded at once: 32, 128 and 256 were slower
 COLUMNS: gl.constexpr = gl.constexpr(128)  # of a tile
-WRITTEN: gl.constexpr = gl.constexpr(256)  # rows, of each product as it is written here
+WRITTEN: gl.constexpr = gl.constexpr(256)  # rows of a product, until aot/compile/ptx.py fits it
 
 
 @gluon.jit
@@ -365,7 +365,7 @@ def rows_fitted(
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]).
 
     ``rows`` (portable_plain) of rows that nothing gathers. x and w come through TMA; y leaves through ``y_map``, a
-    ragged descriptor (``kernels/contract/launch_abi.py``, RAGGED_SIZES), in INDEXED code through pointers.
+    ragged descriptor (``kernels/entry.py``, RAGGED_SIZES), in INDEXED code through pointers.
     LOW_RANK code has low_x and low_w through TMA, in steps of the reduction after those of x and w.
     """
     element: gl.constexpr = w.dtype

@@ -23,9 +23,9 @@ def _held(pointer):
 
 @gluon.jit
 def rows_at(x, moved, row, row_end, stride_x_m, k, LAYOUT: gl.constexpr):
-    """Where x has what the tile's 128 rows from ``row`` on are made of, [128, BLOCK_K] pointers.
+    """Pointers [128, BLOCK_K] to the elements of x for a tile's 128 rows from ``row`` on.
 
-    And which of them are there, [128, 1], and whether each that is the tile's has an index.
+    Also [128, 1], true for rows that exist, and a flag: each of the tile's rows has an index in range.
     """
     index, _row_weights, _bias, index_step, index_end, x_divisor, flags = moved
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])

@@ -1,10 +1,10 @@
 """The grouped GEMM by rows for sm_90, warp-specialised: one warp loads through TMA, two warpgroups multiply.
 
-Where rows of x are gathered four warps load, x through pointers.
-Where they are scattered one more sets those rows of y to zero that none goes to (zero_rows.py).
-A tile has 128 rows, 64 for each warpgroup (consumer.py). Tiles are handed out as programs become free; of those of
-128 columns that warpgroups take in turns (pingpong.py) most are dealt out. The arguments are those of ``rows``
-in kernels/portable_plain/rows.py, and ``counter``, an int32 that is zero before and after.
+If rows of x are gathered, four warps load, x through pointers.
+If rows of y are scattered, one more warp clears the rows that no index names (kernels/gluon/zero_rows.py).
+A tile has 128 rows, 64 for each warpgroup (kernels/gluon/consumer.py). Programs take tiles from a counter; most of the
+128-column tiles that warpgroups take in turns (kernels/gluon/pingpong.py) are assigned beforehand. The arguments are
+those of ``rows`` in kernels/portable_plain/rows.py, and ``counter``, an int32 that is zero before and after.
 """
 
 from __future__ import annotations
@@ -116,15 +116,15 @@ def _load_rows(
     PINGPONG: gl.constexpr,
     LOW_RANK: gl.constexpr,
 ):
-    """The loading warp of the row-grouped GEMM; four, where rows of x are gathered: those come through pointers.
+    """The loading warp of the row-grouped GEMM; four warps load gathered rows of x, through pointers.
 
-    A tile whose right half lies past the last column is loaded at half its width. So is each half of the last tiles,
-    where those are so few that the halves keep no more than all programs busy. In PINGPONG code every tile is whole.
-    A tile is drawn from the counter a few steps before the loads of the one before end (K is above zero): a program
-    that draws before they begin takes up to 1.13 x as long, for it keeps waiting what others could begin. Tiles of 128
-    columns in turns are dealt out but for the last full rounds and what is left: all drawn, or none, they take up to
-    1.08 x as long, or 1.06 x. (Of few full rounds all are: up to 1.06 x as long otherwise.
-    docs/inside/trials.md, tiles-drawn-late)
+    A tile whose right half is past the last column is loaded at half its width. The last tiles are split in halves, if
+    there are at most as many halves as programs. In PINGPONG code every tile is whole.
+    A program takes its next tile from the counter a few steps before the loads of the current tile end (K > 0). If it
+    takes it before they begin, a call takes up to 1.13 x as long, as the tile waits while other programs are idle.
+    In PINGPONG code tiles of 128 columns are assigned beforehand, except those of the last full rounds and the rest:
+    all from the counter takes up to 1.08 x as long, none 1.06 x. With few full rounds all come from the counter, else a
+    call takes up to 1.06 x as long (docs/inside/trials.md, tiles-drawn-late).
     """
     DRAWN_ROUNDS: gl.constexpr = 2
     FEW_ROUNDS: gl.constexpr = 4
@@ -274,11 +274,11 @@ def rows_specialized(
     """y[to(m), n] = weight(m) * (sum_k x[from(m), k] * w[expert of m, n, k] + bias[expert of m, n]).
 
     ``rows`` (portable_plain). x and w come through TMA, x in GATHER code through pointers; y leaves through
-    ``y_map``, a ragged descriptor (``kernels/contract/launch_abi.py``, RAGGED_SIZES), in INDEXED code through pointers:
+    ``y_map``, a ragged descriptor (``kernels/entry.py``, RAGGED_SIZES), in INDEXED code through pointers:
     GATHER code has both, and takes the descriptor for tiles of which nothing else is asked.
     GATED code stores silu(gate) * up in its place, y [M, N // 2]: a tile of w is HALF rows of gate, then those of up.
     LOW_RANK code has low_x and low_w through TMA, in steps of the reduction after those of x and w.
-    In PINGPONG code, which gathers no rows, the warpgroups take whole tiles in turns (pingpong.py).
+    In PINGPONG code, which gathers no rows, the warpgroups take whole tiles in turns (kernels/gluon/pingpong.py).
     """
     element: gl.constexpr = w.dtype
     lines: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -1,7 +1,7 @@
 """dW for sm_90, warp-specialised: one warp loads through TMA, two warpgroups multiply.
 
-A tile is 128 rows of dw, 64 for each warpgroup (consumer.py), by BLOCK_K columns; where the warpgroups take whole
-tiles in turns (pingpong.py) one more warp says which tile comes. Tiles are handed out as programs become free.
+A tile is 128 rows of dw, 64 for each warpgroup (kernels/gluon/consumer.py), by BLOCK_K columns. If the warpgroups take
+whole tiles in turns (kernels/gluon/pingpong.py), one more warp announces the tiles. Programs take tiles from a counter.
 The arguments are those of ``weight`` in kernels/portable_plain/weight.py, and ``counter``, an int32 that is zero before
 and after.
 """
@@ -129,7 +129,7 @@ def _load_weight(
     NARROW: gl.constexpr,
     STREAMED: gl.constexpr,
 ):
-    """The loading warp of dW: both operands end with the expert's rows, see ``kernels/contract/launch_abi.py``,
+    """The loading warp of dW: both operands end with the expert's rows, see ``kernels/entry.py``,
     RAGGED_SIZES.
 
     In NARROW code a tile whose right half lies past the last column is loaded at half its width. Where tiles are few
@@ -238,11 +238,11 @@ def _schedule(
     GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr,
 ):
-    """The warp that says which tiles come, in PINGPONG code: the loading warp has no time to look them up.
+    """The warp that announces the tiles in PINGPONG code: the loading warp has no time to look them up.
 
-    It draws a tile when the loading warp is ``near`` the end of the one before. Drawn and looked up by the loading warp
-    itself, dW took 1.01 to 1.03 x as long in the mean, and up to 1.21 x where tiles are few; drawn as soon as the one
-    before is told, up to 1.14 x as long as that (docs/inside/trials.md, tiles-drawn-late).
+    It takes a tile from the counter when the loading warp is ``near`` the end of the last one. If the loading warp did
+    this, dW took 1.01 to 1.03 x as long in the mean, and up to 1.21 x with few tiles. A tile taken as soon as the last
+    was announced made that up to 1.14 x longer (docs/inside/trials.md, tiles-drawn-late).
     """
     WARPS: gl.constexpr = 1
     MANY_ROWS: gl.constexpr = 256  # an expert
@@ -277,10 +277,10 @@ def _schedule(
         slot, turn = advance(slot, turn, 2)
         mbarrier.wait(near.index(0), parity)
         parity = parity ^ 1
-        if late:  # as ``_load_weight`` is, but that two tiles may wait: not before the slot is free
+        if late:  # like ``_load_weight``, take the next tile only when its slot is free
             mbarrier.wait(free.index(slot), turn ^ 1)
         tile = next_tile(counter, gl.atomic_add(counter, 1, sem="relaxed"), gl.num_programs(0), total)
-    for _ in gl.static_range(2):  # each warpgroup has a slot of its own
+    for _ in gl.static_range(2):  # row -1 ends a warpgroup; each reads its own slot
         publish(queue, filled, free, slot, turn, -1, 0, 0, 0, WARPS)
         slot, turn = advance(slot, turn, 2)
 
@@ -304,7 +304,7 @@ def _load_told(
 ):
     """The loading warp of PINGPONG code: says when it is ``near`` the end of each tile.
 
-    An expert without rows has one step, of zeros: the sums of the tile before would stay (pingpong.py).
+    An expert without rows has one step, of zeros: else the last tile's sums would stay (kernels/gluon/pingpong.py).
     """
     AHEAD: gl.constexpr = 6  # steps: with 4 it takes 1.001 to 1.005 x as long in the mean
     PARTS: gl.constexpr = BLOCK_K // PART
@@ -368,7 +368,7 @@ def weight_specialized(
     """dw[e, n, k] = sum over the expert's rows m of dy[m, n] * x[m, k]: ``weight`` (portable_plain).
 
     All three are TMA descriptors; STREAMED code has the addresses of dy and x too. ACROSS: x and dy, and K and N, have
-    changed places, and each tile is turned round when it is stored (pingpong.py).
+    changed places, and each tile is transposed when it is stored (kernels/gluon/pingpong.py).
     """
     element: gl.constexpr = x.dtype
     BITS: gl.constexpr = element.primitive_bitwidth

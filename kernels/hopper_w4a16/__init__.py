@@ -14,17 +14,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Op
+from ...artifacts.records import DType, Fusion, Op
+from ..arch import Arch, Feature
 from ..codes import BLOCK, CODES, WORD_ROW, CodeLayout
-from ..contract.config import Config, Loads, Schedule, TileRows
-from ..contract.entry import (
+from ..entry import (
     BYTES,
+    PREPARED,
+    WIDE,
     WORDS,
     Box,
     Constants,
     KernelEntry,
     Limits,
+    Order,
     Rows,
     Sizes,
     TensorShape,
@@ -33,10 +35,8 @@ from ..contract.entry import (
     dense,
     of_rows,
 )
-from ..contract.order import PREPARED, WIDE, Order
-from ..contract.spec import MAX_EXPERTS, Spec, indexed
-from ..hardware.arch import Arch, Feature
 from ..portable_plain import LOW_OPERANDS, UNGATHERED, low_shapes, needs_low_rank, without_low_rank
+from ..spec import MAX_EXPERTS, Config, Loads, Schedule, Spec, TileRows, indexed
 
 _MOST_STEPS = (1 << 20) - 1  # the loading warp passes a tile's steps on in 20 bits
 _ZERO = "_zp"  # suffix of formats with zero points; without it the name is that of the format without zero points
@@ -182,7 +182,7 @@ def _shapes(spec: Spec, n: Sizes) -> dict[str, TensorShape]:
 
 
 def _numbers(spec: Spec, n: Sizes) -> dict[str, int]:
-    """Each expert has one outer scale, or one for each of w's rows if the format has no other scale."""
+    """stride_outer_e: an expert's outer scales are one, or w's rows if the format has no other scale."""
     return {"stride_outer_e": _w_rows(spec, n) if code_layout(spec.dtype).scales == "none" else 1}
 
 

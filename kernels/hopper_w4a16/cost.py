@@ -2,21 +2,19 @@
 
 A step of a tile takes the longer of two times: turning its codes into bf16 and multiplying them, and loading its
 operands from L2. Programs take tiles when they become free, so the last wave counts half. This and the memory's time
-are joined by a p-norm, like in ``cost_model.py``. Pure Python.
+are joined by a p-norm, like in kernels/cost_model.py. Pure Python.
 """
 
 from __future__ import annotations
 
 import math
 
-from ...artifacts.records.problem import Op, Problem
+from ...artifacts.records import Op, Problem
 from ...artifacts.tuples import NamedTuple
+from ..chips import Chip
 from ..codes import BLOCK, CodeLayout
-from ..contract.config import TileRows
-from ..contract.spec import gemm_of
-from ..cost.resources import Resources, handed_out, join
-from ..cost.routing import expected_rows
-from ..hardware.chips import Chip
+from ..cost import Resources, expected_rows, handed_out, join
+from ..spec import TileRows, gemm_of
 from . import ZERO_DTYPES, code_layout
 
 _GRAIN = 16  # kernels/hopper_w4a16/rows.py rounds a fitted tile's rows up to a multiple of this

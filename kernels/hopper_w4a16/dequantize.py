@@ -1,10 +1,10 @@
 """Codes of a quantised w to bf16, in registers, as the left operand of wgmma wants them: w's rows, or (dX) its columns.
 
 w is prepared (runtime/weights/order.py): a block of 64 rows and 64 of K lies together, as int32 [64, 4, W]: a row, the
-thread c of the four that hold a row of the operand, and W words, 2 of codes of 4 bits and 4 of those of 8. With
-K = 16 s + 8 h + 2 c + p, codes of p = 0 are in the low half of a word and those of p = 1 in the high one, in the order
-of (s, h). So one instruction or two make two neighbours of bf16. Of codes of 8 bits the four words of a row change
-places, c ^ row / 2 % 4, as in the swizzle of 64 bytes in which wgmma can read them (w8a8.py).
+thread c of the four that hold a row of the operand, and W words, 2 of codes of 4 bits and 4 of those of 8. With K = 16
+s + 8 h + 2 c + p, codes of p = 0 are in the low half of a word and those of p = 1 in the high one, in the order of (s,
+h). So one instruction or two make two neighbours of bf16. Of codes of 8 bits the four words of a row change places, c ^
+row / 2 % 4, as in the swizzle of 64 bytes in which wgmma can read them (kernels/hopper_w8a8_channel/rows.py).
 
 Scales are multiplied where a block is made, in the same instructions as its codes where that is faster: of int4 and
 nvfp4, whose values are then too small by a power of two that ``scaled`` makes good in the sums.
@@ -57,7 +57,8 @@ def int4_text(groups: int) -> str:
     """PTX: $0 ... $7 of the words $8 and $9 of a row and its scales $10: (code - 8) x scale x 2^-16.
 
     Four bits of a half alone are a bf16: code x 2^-133 in bits 0 to 3, code x 2^-129 in bits 4 to 7. So an fma does
-    it all: code x 2^-133 x (scale x 2^117) - scale x 2^-13, rounded once. order.py knows the largest scale.
+    it all: code x 2^-133 x (scale x 2^117) - scale x 2^-13, rounded once. runtime/weights/order.py has
+    the largest scale.
     """
     lines = [".reg .b16 h0, h1; .reg .b32 t, u, k, low, high, lows, highs, less, eights;"]
     for to, exponent in (("lows", 133 - INT4_DOWN), ("highs", 129 - INT4_DOWN)):
@@ -160,7 +161,7 @@ _SWIZZLED: gl.constexpr = gl.constexpr(_swizzled())
 
 @gluon.constexpr_function
 def words_of(FORMAT):  # type: ignore[no-untyped-def]
-    """Of a row of a block, for each of four threads."""
+    """int32 words of a row of a block, for each of four threads."""
     return CODES[FORMAT].words
 
 
@@ -176,13 +177,13 @@ def blocks_per_scale(FORMAT):  # type: ignore[no-untyped-def]
 
 @gluon.constexpr_function
 def places_of(FORMAT, BLOCKS):  # type: ignore[no-untyped-def]
-    """Of scales in shared memory, for so many blocks of K."""
+    """Places for scales in shared memory, for BLOCKS blocks of K."""
     return CODES[FORMAT].places(BLOCKS)
 
 
 @gluon.constexpr_function
 def outer_of(FORMAT):  # type: ignore[no-untyped-def]
-    """Whether sums are multiplied by a scale: "expert", "column" or "none"."""
+    """The scale that sums are multiplied by: "expert", "column" or "none"."""
     return "none" if not CODES[FORMAT].outer else "column" if CODES[FORMAT].scales == "none" else "expert"
 
 

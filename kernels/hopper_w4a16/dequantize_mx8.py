@@ -15,14 +15,14 @@ from .blocks import BLOCK
 from .dequantize import _FLAT_1, _SWIZZLED, _WORDS_8, _doubled, both
 from .dequantize_transposed import _TURNED_8, _TURNED_SWIZZLED
 
-WORDS: gl.constexpr = gl.constexpr(4)  # of a row of a block, for each of four threads
+WORDS: gl.constexpr = gl.constexpr(4)  # int32 words of a row of a block, for each of four threads
 SCALE_BYTES: gl.constexpr = gl.constexpr(128)  # of a block
 
-_HALVES: gl.constexpr = gl.constexpr(0x5410)  # of two words, what prmt takes: the lower halves,
-_HALF: gl.constexpr = gl.constexpr(0x2222)  # or this further the upper ones
-_SCALES: gl.constexpr = gl.constexpr(0x4240)  # of two rows of two scales the first ones, widened,
-_SCALE: gl.constexpr = gl.constexpr(0x0101)  # or this further the second ones
-_POWER = f"add.s32 s, s, {both(120)}; shl.b32 s, s, 7;"  # two scales to bf16: 120 more is the exponent's bits
+_HALVES: gl.constexpr = gl.constexpr(0x5410)  # prmt's selector of the lower halves of two words
+_HALF: gl.constexpr = gl.constexpr(0x2222)  # added to it, it selects the upper halves
+_SCALES: gl.constexpr = gl.constexpr(0x4240)  # prmt's selector of the first scales of two rows, widened to 16 bits
+_SCALE: gl.constexpr = gl.constexpr(0x0101)  # added to it, it selects the second scales
+_POWER = f"add.s32 s, s, {both(120)}; shl.b32 s, s, 7;"  # two e8m0 scales s to bf16: 2^(s - 7)
 
 
 def _pairs(word: str, first: str, second: str) -> list[str]:

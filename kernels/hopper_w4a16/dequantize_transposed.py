@@ -54,11 +54,11 @@ _FLAT_4: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 
 def _turned_text(codes, scales):  # type: ignore[no-untyped-def]
     """PTX: $0 and $1, two rows of w in the columns of h = 0 and 1, of the words $2 and $3.
 
-    $4 is p, $6 the warp's half of a word's codes, $8 and $9 what holds the scales, $10 which of them they are, or of a
-    scale of a block what bf16 leaves of it.
+    $4 is p, $6 the warp's half of a word's codes. $8 and $9 hold scales; $10 says which of them count, or is the part
+    of a 128x128 block's scale that bf16 has no bits for.
     """
     lines = [".reg .b32 t, u, v, s; .reg .pred q;"]
-    lines += ["mad.lo.s32 u, $4, 0x2222, 0x5410; prmt.b32 t, $2, $3, u;"]  # the lower or the upper halves
+    lines += ["mad.lo.s32 u, $4, 0x2222, 0x5410; prmt.b32 t, $2, $3, u;"]  # both words' lower (p = 0) or upper halves
     if codes == "e2m1":
         lines += [
             "mul.lo.s32 u, $6, 6; shl.b32 v, t, u; and.b32 $0, v, 0x81C081C0;",
@@ -91,7 +91,7 @@ def _turned_text(codes, scales):  # type: ignore[no-untyped-def]
         lines += ["mad.lo.s32 u, $10, 0x2222, 0x5410; prmt.b32 s, $8, $9, u;"]
     else:  # one word has both rows' scales
         lines += ["mov.b32 s, $8;"]
-    if scales == "block":  # and another what they lack: the sum is rounded once
+    if scales == "block":  # $10 is the rest of s: code x s + code x $10, the sum rounded once
         lines += ["mul.rn.bf16x2 u, $0, $10; fma.rn.bf16x2 $0, $0, s, u;"]
         lines += ["mul.rn.bf16x2 u, $1, $10; fma.rn.bf16x2 $1, $1, s, u;"]
     else:

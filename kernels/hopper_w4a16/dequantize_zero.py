@@ -82,8 +82,8 @@ def zeroed_text(groups: int) -> str:
 def zeroed_turned_text(groups: int) -> str:
     """PTX: $0 and $1, two rows of w in the columns of h = 0 and 1, of the words $2 and $3.
 
-    $4 is p, $6 the warp's half of a word's codes, $8 and $9 what holds the scales, $10 which of two groups they are of,
-    and $12 has the zero points of both rows, one of each group. Codes become values as in ``zeroed_text``.
+    $4 is p, $6 the warp's half of a word's codes. $8 and $9 hold the scales, and $10 says of which of two groups.
+    $12 has the zero points of both rows, one for each group. Codes become values as in ``zeroed_text``.
     """
     lines = [".reg .b32 t, u, v, s, l, h;"]
     lines += [f"mov.b32 l, {_bf16(133 - DOWN)}; mov.b32 h, {_bf16(129 - DOWN)};"]

@@ -11,7 +11,8 @@ With ``DX``, dx[g] = dy[g] @ w[g]: in the kernel's words N is still the result's
 rows are K, and blocks of w are turned round as they become bf16.
 
 LOW_RANK code has more of the reduction after that of x and w, in steps of 64: low_x and low_w, both of bf16, as in
-fitted.py. low_w is wgmma's left operand as it lies in shared memory, a tile's columns of it in a place of their own.
+kernels/hopper_plain/fitted.py. low_w is wgmma's left operand as it lies in shared memory, a tile's columns of it in a
+place of their own.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def _load_mx8(
 ):
     """The loading warp: see ``rows._load_rows``. A stage has blocks of a tile's columns, and boxes of its rows.
 
-    Blocks that lie one after the other in memory come at once: of w's columns, which are K, with ``DX`` N.
+    One copy loads a line: the blocks that are consecutive in memory, along K, or along N with ``DX``.
     """
     x, w, w_scale, low_x, low_w, a, s, b, low, full, empty, used, queue, filled, free, m_sizes, counter = loads
     WIDE: gl.constexpr = BLOCK_N // BLOCK  # blocks of columns of a tile
@@ -66,7 +66,7 @@ def _load_mx8(
     BOX: gl.constexpr = min(BLOCK_M, 64)
     BOXES: gl.constexpr = BLOCK_M // BOX
     LINES: gl.constexpr = DEEP if DX else WIDE
-    LONG: gl.constexpr = WIDE if DX else DEEP  # blocks of a line
+    LONG: gl.constexpr = WIDE if DX else DEEP  # blocks that one copy loads
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
     w_bytes: gl.constexpr = LINES * LONG * (1024 * WORDS + SCALE_BYTES)
     box_bytes: gl.constexpr = BOX * BLOCK_K * 2

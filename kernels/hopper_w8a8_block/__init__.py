@@ -6,18 +6,20 @@ quantises x before.
 
 from __future__ import annotations
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Op
+from ...artifacts.records import DType, Op
+from ..arch import Arch, Feature
 from ..codes import BLOCK, WORD_ROW
-from ..contract.config import Config, Loads, Schedule
-from ..contract.entry import (
+from ..entry import (
     CODES_OF_X,
+    PREPARED,
+    WIDE,
     WORDS,
     Box,
     Constants,
     Element,
     KernelEntry,
     Limits,
+    Order,
     Rows,
     Sizes,
     TensorShape,
@@ -26,17 +28,15 @@ from ..contract.entry import (
     of_rows,
     ragged,
 )
-from ..contract.order import PREPARED, WIDE, Order
-from ..contract.spec import MAX_EXPERTS, Spec
-from ..hardware.arch import Arch, Feature
 from ..portable_plain import PLAIN
+from ..spec import MAX_EXPERTS, Config, Loads, Schedule, Spec
 
 DTYPES = frozenset((DType.FP8_BLOCK,))
 GROUP = 128  # elements of K, and rows of w, that share a scale
 SCALES = 256  # scales of x that TMA loads at once
 _ROWS, _COLUMNS = 128, 256  # of a tile
 _BUFFER_BYTES = 2 * 64 * 64 * 2  # of one buffer for both warpgroups' results
-_QUARTERS = BLOCK * BLOCK // 4 // WORD_ROW  # rows of the descriptor of w in a block of codes
+_QUARTERS = BLOCK * BLOCK // 4 // WORD_ROW  # rows of w's TMA descriptor that hold a block of codes
 _MOST_STEPS = (1 << 20) - 1  # the loading warp passes a tile's steps on in 20 bits
 
 

@@ -2,16 +2,15 @@
 
 A step of a tile takes the longer of two times: its products and sums, 64 rows at a time, and loading its operands from
 L2. A tile also takes the time of its stores. Programs take tiles when they become free, so the last wave counts half.
-This and the memory's time are joined by a p-norm, like in ``cost_model.py``. Pure Python.
+This and the memory's time are joined by a p-norm, like in kernels/cost_model.py. Pure Python.
 """
 
 from __future__ import annotations
 
-from ...artifacts.records.problem import Problem
+from ...artifacts.records import Problem
 from ...artifacts.tuples import NamedTuple
-from ..cost.resources import Resources, handed_out, join
-from ..cost.routing import expected_rows
-from ..hardware.chips import Chip
+from ..chips import Chip
+from ..cost import Resources, expected_rows, handed_out, join
 
 _HALF = 64  # rows of a tile that are multiplied or skipped together
 

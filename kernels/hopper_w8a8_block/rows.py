@@ -1,12 +1,12 @@
-"""The grouped GEMM by rows for sm_90 with x and w of e4m3, each with scales of blocks along K, warp-specialised.
+"""The row-grouped GEMM for sm_90 with e4m3 x and w, which have scales of blocks along K; warp-specialised.
 
-A tile is 128 rows of x by 256 columns, 128 for each of two warpgroups: so many as share a scale of w. A step is 128 of
-K, for which x has a scale a row and w one. A warpgroup multiplies the upper 64 rows of a step and adds the product,
-times its scales, to sums in fp32, then the lower 64, if there are any: the tensor cores keep 14 bits of a long sum of
-e4m3. Meanwhile they multiply for the other warpgroup.
+A tile is 128 rows of x by 256 columns. Each of two warpgroups has 128 columns, which share a scale of w. A step is 128
+of K, in which each row of x has one scale. A warpgroup multiplies the upper 64 rows of a step and adds the product,
+times its scales, to sums in fp32, because the tensor cores keep only 14 bits of a long sum of e4m3. Then it does the
+lower 64 rows, if there are any. Meanwhile the tensor cores multiply for the other warpgroup.
 
-w is prepared (runtime/weights/order.py): in blocks of 64 x 64, each row's 64 codes of K in the order in which x has its
-own. TMA lays two blocks of columns, one below the other, as wgmma reads them.
+w is prepared (runtime/weights/order.py): blocks of 64 x 64, in which a row's 64 codes of K have the order of x's codes.
+TMA puts two blocks of columns one below the other, as wgmma reads them.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from ..gluon.zero_rows import clear_unnamed
 
 ROWS: gl.constexpr = gl.constexpr(128)  # of a tile
 COLUMNS: gl.constexpr = gl.constexpr(256)
-GROUP: gl.constexpr = gl.constexpr(128)  # of K, and columns, that share a scale
-BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and of K, that lie together
-SCALES: gl.constexpr = gl.constexpr(256)  # of x, that come at once: TMA begins at a multiple of 16 bytes
+GROUP: gl.constexpr = gl.constexpr(128)  # elements of K, and rows of w, that share a scale
+BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and elements of K, in a block of prepared codes
+SCALES: gl.constexpr = gl.constexpr(256)  # scales of x that one copy loads: TMA begins at a multiple of 16 bytes
 
 
 def _prepared() -> gl.SharedLinearLayout:

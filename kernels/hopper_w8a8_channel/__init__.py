@@ -5,17 +5,19 @@ w is prepared and has a scale for each row; x is e4m3 with a scale for each row.
 
 from __future__ import annotations
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Op
+from ...artifacts.records import DType, Op
+from ..arch import Arch, Feature
 from ..codes import BLOCK, WORD_ROW
-from ..contract.config import Config, Loads, Schedule, TileRows
-from ..contract.entry import (
+from ..entry import (
     CODES_OF_X,
+    PREPARED,
+    WIDE,
     WORDS,
     Box,
     Constants,
     KernelEntry,
     Limits,
+    Order,
     Rows,
     Sizes,
     TensorShape,
@@ -25,10 +27,8 @@ from ..contract.entry import (
     of_rows,
     ragged,
 )
-from ..contract.order import PREPARED, WIDE, Order
-from ..contract.spec import MAX_EXPERTS, Spec
-from ..hardware.arch import Arch, Feature
 from ..portable_plain import PLAIN
+from ..spec import MAX_EXPERTS, Config, Loads, Schedule, Spec, TileRows
 
 DTYPES = frozenset((DType.FP8_CHANNEL,))
 LINE = 128  # elements of K that TMA loads of each row of x at once

@@ -2,20 +2,19 @@
 
 A step of a tile takes the longer of two times: its products, and loading its operands from L2. A tile also takes the
 time of its stores. Programs take tiles when they become free, so the last wave counts half. This and the memory's time
-are joined by a p-norm, like in ``cost_model.py``. Pure Python.
+are joined by a p-norm, like in kernels/cost_model.py. Pure Python.
 """
 
 from __future__ import annotations
 
 import math
 
-from ...artifacts.records.problem import Problem
+from ...artifacts.records import Problem
 from ...artifacts.tuples import NamedTuple
+from ..chips import Chip
 from ..codes import BLOCK
-from ..contract.config import TileRows
-from ..cost.resources import Resources, handed_out, join
-from ..cost.routing import expected_rows
-from ..hardware.chips import Chip
+from ..cost import Resources, expected_rows, handed_out, join
+from ..spec import TileRows
 
 _GRAIN = 16  # kernels/hopper_w8a8_channel/rows.py rounds a fitted tile's rows up to a multiple of this
 

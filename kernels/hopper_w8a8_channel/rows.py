@@ -3,7 +3,8 @@
 w is wgmma's left operand and rows of x its right one, both out of shared memory, so a tile lies across, BLOCK_N columns
 of w by BLOCK_M rows of x, and is turned back when it is stored. One warp loads through TMA, BLOCK_K of the reduction a
 stage. Of a tile each of two warpgroups has half of the columns; of a tile of 64 columns, for few rows, each has half of
-a stage's K, and the sums are added. An expert's rows are shared out evenly among its tiles (FITTED, fitted.py).
+a stage's K, and the sums are added. An expert's rows are shared out evenly among its tiles (FITTED,
+kernels/hopper_plain/fitted.py).
 
 The tensor cores keep 14 bits of a long sum of e4m3, so sums over PART of K are added to sums of their own: in fp32
 where registers hold both, else in fp16, times 2^-17, two to a register. The last part stays in fp32.
@@ -44,15 +45,15 @@ from ..gluon.zero_rows import clear_unnamed
 from ..hopper_plain.fitted import GRAIN, _fit
 from ..hopper_w4a16.dequantize import biased_across
 
-BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and of K, that lie together
-FEW: gl.constexpr = gl.constexpr(128)  # experts, among which the loading warp finds a tile's 1 us sooner than among 512
-LINE: gl.constexpr = gl.constexpr(128)  # of K, that TMA loads of each row of x at once
+BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and elements of K, in a block of prepared codes
+FEW: gl.constexpr = gl.constexpr(128)  # the loading warp finds a tile's expert among 128 1 us sooner than among 512
+LINE: gl.constexpr = gl.constexpr(128)  # elements of K that one copy loads of each row of x
 CODES: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))  # w's
 
 
 @gluon.constexpr_function
 def _packs(BLOCK_M, BLOCK_N):  # type: ignore[no-untyped-def]
-    """Whether sums over all of K are kept in fp16: a warpgroup has 256 registers of sums else."""
+    """True if the sums of earlier parts are kept in fp16: in fp32 they would take more than 128 registers."""
     return BLOCK_M * max(1, BLOCK_N // 128) > 128
 
 
@@ -169,7 +170,7 @@ def _added(sums, part, PACKED: gl.constexpr):
 
 @gluon.jit
 def _whole(sums, part, PACKED: gl.constexpr):
-    """The sums and the last part's, in fp32."""
+    """sums + part in fp32; if PACKED, ``sums`` holds pairs of fp16, 2^-17 times the numbers."""
     if PACKED:
         low, high = part.reshape([part.shape[0], part.shape[1] // 2, 2]).split()
         low, high = gl.inline_asm_elementwise(
@@ -223,7 +224,7 @@ def _multiply_both(
     BOX: gl.constexpr = min(BLOCK_M, 64)
     BOXES: gl.constexpr = BLOCK_M // BOX
     PACKED: gl.constexpr = _packs(BLOCK_M, BLOCK_N)
-    AT_ONCE: gl.constexpr = PART // BLOCK_K  # steps
+    AT_ONCE: gl.constexpr = PART // BLOCK_K  # steps that the tensor cores sum
     BY_TMA: gl.constexpr = BOX == 64 and not INDEXED
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 32])

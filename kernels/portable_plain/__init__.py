@@ -8,26 +8,38 @@ The lists of configs to try are by generation of GPU. Other folders reuse this o
 
 from __future__ import annotations
 
-from ...artifacts.records.precision import PLAIN_DTYPES, DType
-from ...artifacts.records.problem import Fusion, Op
-from ..contract.config import Cache, Config, Loads, Schedule
-from ..contract.entry import (
+from ...artifacts.records import PLAIN_DTYPES, DType, Fusion, Op
+from ..arch import Arch, Feature, Generation
+from ..entry import (
+    LANES,
+    WIDE_FROM_REGISTERS,
     Box,
     Constants,
     KernelEntry,
     Limits,
+    Order,
     Rows,
     Sizes,
     TensorShape,
     Tiles,
     configs,
     dense,
+    instruction,
     of_rows,
     ragged,
 )
-from ..contract.order import LANES, WIDE_FROM_REGISTERS, Order, instruction
-from ..contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, indexed, result_columns, w_kn
-from ..hardware.arch import Arch, Feature, Generation
+from ..spec import (
+    MAX_EXPERTS,
+    MAX_EXPERTS_FALLBACK,
+    Cache,
+    Config,
+    Loads,
+    Schedule,
+    Spec,
+    indexed,
+    result_columns,
+    w_kn,
+)
 
 # Fusions as ``spec.code_of`` returns them.
 PLAIN = frozenset((Fusion.NONE, Fusion.SCATTER))
@@ -453,7 +465,7 @@ def _weight_candidates(_op: Op, dtype: DType, arch: Arch) -> list[Config]:
 def _row_fallbacks(_op: Op, dtype: DType, _arch: Arch) -> list[Config]:
     if dtype is DType.FP32:
         return configs(((16, 32, 32, 4, 2), (64, 64, 16, 8, 2)))
-    # 8 warps: each thread's share of MAX_EXPERTS counts and of single-element loads must stay in registers.
+    # 8 warps, so that a thread's share of MAX_EXPERTS counts and of single-element loads fits in registers.
     return configs(((16, 64, 64, 8, 2), (64, 128, 32, 8, 2)))
 
 

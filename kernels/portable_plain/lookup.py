@@ -1,4 +1,4 @@
-"""Which tile is a program's, where it has one alone: each warp counts the experts' rows for itself, in PTX.
+"""Find the tile of a program that has only one: each warp counts the experts' rows by itself, in PTX.
 
 Triton spreads a vector over all warps, so each sum and each search of one is a dozen shuffles, and a barrier or two.
 Where a launch takes 15 us that is 1 us of it. Here a lane of each warp has one expert of 32, sums of 32 are one

@@ -28,7 +28,7 @@ from .zero_rows import clear_unnamed
 _WEIGHT: tl.constexpr = tl.constexpr(4)
 _BIAS: tl.constexpr = tl.constexpr(8)
 _TO_CLEAR: tl.constexpr = tl.constexpr(2 | 16)  # SCATTER and ZERO_TAIL
-_CLEARED: tl.constexpr = tl.constexpr(16)  # rows for a program: CLEARER_ROWS in kernels/contract/launch_abi.py
+_CLEARED: tl.constexpr = tl.constexpr(16)  # rows for a program: CLEARER_ROWS in kernels/entry.py
 _FEW_ROWS: tl.constexpr = tl.constexpr(32)  # of a tile whose loads leave out the rows past the end
 
 

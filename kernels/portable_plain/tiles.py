@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Values of ``flags``: those of artifacts.records.problem.Fusion, and ZERO_TAIL of kernels/contract/launch_abi.py.
+# Values of ``flags``: those of artifacts.records.Fusion, and ZERO_TAIL of kernels/entry.py.
 GATHER: tl.constexpr = tl.constexpr(1)
 SCATTER: tl.constexpr = tl.constexpr(2)
 ZERO_TAIL: tl.constexpr = tl.constexpr(16)

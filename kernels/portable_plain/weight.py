@@ -29,7 +29,7 @@ def _ragged(rows_desc, row_start, row_end, row, col, BLOCK_M: tl.constexpr, BLOC
     """Rows [row, row + BLOCK_M) of an expert, zero past its end: TMA itself cuts them off.
 
     The descriptor has two dimensions more, whose strides cancel modulo 2^64, so that the expert's
-    end falls on the end of the third one. See kernels/contract/launch_abi.py, RAGGED_SIZES.
+    end falls on the end of the third one. See kernels/entry.py, RAGGED_SIZES.
     """
     tile = rows_desc.load([_INDEX_END, row_end, _INDEX_END - (row_end - row_start) + row, col])
     return tile.reshape(BLOCK_M, BLOCK)

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...artifacts.records.precision import DType, Scale
-from ...artifacts.records.problem import Fusion, Layout, Op
+from ...artifacts.records import DType, Fusion, Layout, Op, Scale
+from ..arch import Arch
 from ..codes import BLOCK
-from ..contract.config import Config, Schedule
-from ..contract.entry import Constants, KernelEntry, Limits, Rows, Tiles, configs
-from ..contract.order import Order, instruction
-from ..contract.spec import MAX_EXPERTS, Spec
-from ..hardware.arch import Arch
+from ..entry import Constants, KernelEntry, Limits, Order, Rows, Tiles, configs, instruction
 from ..portable_plain import PLAIN
+from ..spec import MAX_EXPERTS, Config, Schedule, Spec
 
 DTYPES = frozenset(dtype for dtype in DType if dtype.quantised and not dtype.quantises_x)
 _LINE_BYTES = 16  # of a row of codes, loaded at once
@@ -44,7 +41,7 @@ def _absent(spec: Spec) -> tuple[str, ...]:
 
 def _constants(spec: Spec, _arch: Arch) -> Constants:
     c, scale = spec.config, _scale(spec)
-    whole = scale.zero_bits and not order_of(spec)  # prepared codes and zero points are minus 8: order.py
+    whole = scale.zero_bits and not order_of(spec)  # prepared ones are minus 8: runtime/weights/order.py
     return {
         "BLOCK_M": c.block_m,
         "BLOCK_N": c.block_n,

@@ -1,7 +1,7 @@
 """Codes of a quantised w to float32, in registers and by plain arithmetic: no table, no type that a GPU may lack.
 
 A tile is ROWS rows of w by COLS of its columns. ``stored`` is how a checkpoint has codes (``ORDER`` 0), ``ordered`` how
-runtime/weights/order.py lays them out for the kernels of 9.0 (1 and 2).
+runtime/weights/order.py lays them out for the kernels of sm_90 (1 and 2).
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_E2M1: tl.constexpr = tl.constexpr(2.0**126)  # what codes are made too small by, see there
+_E2M1: tl.constexpr = tl.constexpr(2.0**126)  # ``_e2m1_of`` and ``_e4m3_of`` place bits that are too small by this
 _E4M3: tl.constexpr = tl.constexpr(2.0**120)
-_BLOCK: tl.constexpr = tl.constexpr(64)  # rows, and columns, that lie together in an order
+_BLOCK: tl.constexpr = tl.constexpr(64)  # rows, and columns, of a block of prepared codes
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def ordered(raw, CODES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     WORDS: tl.constexpr = 4 if CODES == "e4m3" else 2
     high = raw.to(tl.uint32, bitcast=True).reshape(ROWS, COLS // _BLOCK, 4, WORDS)
     low = high << 16
-    first = tl.join(_pair(low, high, 0, CODES), _pair(low, high, 1, CODES))  # row, block, c, word, p, i
+    first = tl.join(_pair(low, high, 0, CODES), _pair(low, high, 1, CODES))  # dimensions: row, block, c, word, p, i
     if CODES == "e4m3":
         values = first.permute(0, 1, 3, 5, 2, 4)
     else:

@@ -3,22 +3,20 @@
 A tile takes its start and, for each step, the longer of two times: turning its codes into bf16 and multiplying them,
 and loading both operands. Programs take tiles when they become free. ``w8a8`` turns x into codes instead of w into
 bf16, adds each step's product to sums, and multiplies twice as fast. Figures of a GPU are from the tables of GPUs and
-``constants.py``. One constant is measured (``eight_bits_apart``), the others are counted instructions.
+``kernels/cost.py``. One constant is measured (``eight_bits_apart``), the others are counted instructions.
 """
 
 from __future__ import annotations
 
 import math
 
-from ...artifacts.records.problem import Layout, Problem
+from ...artifacts.records import Layout, Problem
 from ...artifacts.tuples import NamedTuple
+from ..arch import Feature, arch_of
+from ..chips import Chip
 from ..codes import BLOCK
-from ..contract.spec import gemm_of
-from ..cost.constants import CONSTANTS, SIZES, Constants
-from ..cost.resources import Resources, handed_out, join, occupancy
-from ..cost.routing import expected_rows
-from ..hardware.arch import Feature, arch_of
-from ..hardware.chips import Chip
+from ..cost import CONSTANTS, SIZES, Constants, Resources, expected_rows, handed_out, join, occupancy
+from ..spec import gemm_of
 
 _TCGEN05_ROWS = 64  # of the smallest tile
 
@@ -30,9 +28,9 @@ class CodedConstants(NamedTuple):
     eight_bits: float = 9.0
     eight_bits_apart: float = 60.0  # prepared codes, tiles wider than a block: 6 times as long on an H200
     of_x: float = 6.0  # x to codes: widen, largest, scale, half a conversion, to shared memory and back
-    of_largest: float = 3.0  # x is read once more first if a scale is for a whole row
-    promoted: float = 2.0  # for each sum
-    rate: float = 2.0  # of e4m3 products over bf16 products
+    of_largest: float = 3.0  # find the largest |x| of a row before its codes, for one scale per row
+    promoted: float = 2.0  # add a step's product to the sums in fp32, for each sum
+    rate: float = 2.0  # speed of e4m3 products over bf16 products
     widened: float = 2.0  # w to fp16, for tiles that are too small for e4m3 products
     step_ns: float = 350.0  # a program's barriers, and the way through shared memory
     tile_ns: float = 1500.0

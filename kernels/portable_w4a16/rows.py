@@ -16,9 +16,9 @@ from ..portable_plain.zero_rows import clear_unnamed
 from .codes import factor, ordered, stored
 
 _TO_CLEAR: tl.constexpr = tl.constexpr(2 | 16)  # SCATTER and ZERO_TAIL
-_CLEARED: tl.constexpr = tl.constexpr(16)  # rows for a program: CLEARER_ROWS in kernels/contract/launch_abi.py
-_FEW_ROWS: tl.constexpr = tl.constexpr(32)  # as in rows.py
-_BLOCK: tl.constexpr = tl.constexpr(64)  # rows, and columns, that lie together in an order
+_CLEARED: tl.constexpr = tl.constexpr(16)  # rows for a program: CLEARER_ROWS in kernels/entry.py
+_FEW_ROWS: tl.constexpr = tl.constexpr(32)  # as in kernels/portable_plain/rows.py
+_BLOCK: tl.constexpr = tl.constexpr(64)  # rows, and columns, of a block of prepared codes
 
 
 @triton.jit

@@ -5,14 +5,11 @@ w has the checkpoint layout. The kernel quantises x itself. H100/H200 (sm_90) ha
 
 from __future__ import annotations
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op
-from ..contract.config import Config, Schedule
-from ..contract.entry import Constants, KernelEntry, Limits, Rows, Tiles, configs, no_configs
-from ..contract.order import Order, instruction
-from ..contract.spec import MAX_EXPERTS, Spec
-from ..hardware.arch import Arch, Feature, Generation
+from ...artifacts.records import DType, Fusion, Layout, Op
+from ..arch import Arch, Feature, Generation
+from ..entry import Constants, KernelEntry, Limits, Order, Rows, Tiles, configs, instruction, no_configs
 from ..portable_plain import PLAIN
+from ..spec import MAX_EXPERTS, Config, Schedule, Spec
 
 DTYPES = frozenset((DType.FP8_BLOCK, DType.FP8_CHANNEL))
 STEP = 128  # elements of K, the block of fp8_block's scales

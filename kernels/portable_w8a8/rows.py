@@ -1,7 +1,7 @@
-"""The row-grouped GEMM of e4m3 codes by e4m3 codes, for GPUs that multiply them: those of w, and x quantised on load.
+"""The row-grouped GEMM with e4m3 w and x, for GPUs that multiply e4m3; the kernel quantises x.
 
-x comes as it is, of 16 bits, and becomes codes in registers, a step's at a time: no pass is launched for it, and rows
-are gathered on load. Each step's product is scaled and added to sums in fp32, so the tensor cores, which keep fewer
+x has 16 bits and becomes codes in registers, step by step: no row kernel is launched for it, and rows are gathered as
+they are loaded. Each step's product is scaled and added to sums in fp32, so the tensor cores, which keep fewer
 bits of a long sum of e4m3, sum over 128 of K at most.
 """
 
@@ -16,15 +16,15 @@ from ..portable_plain.tiles import GATHER, ZERO_TAIL, count_tiles, flat_index, z
 from ..portable_plain.zero_rows import clear_unnamed
 
 _TO_CLEAR: tl.constexpr = tl.constexpr(2 | 16)  # SCATTER and ZERO_TAIL
-_CLEARED: tl.constexpr = tl.constexpr(16)  # rows for a program: CLEARER_ROWS in kernels/contract/launch_abi.py
-_FEW_ROWS: tl.constexpr = tl.constexpr(32)  # as in rows.py
-_MOST: tl.constexpr = tl.constexpr(448.0)  # of e4m3
+_CLEARED: tl.constexpr = tl.constexpr(16)  # rows for a program: CLEARER_ROWS in kernels/entry.py
+_FEW_ROWS: tl.constexpr = tl.constexpr(32)  # as in kernels/portable_plain/rows.py
+_MOST: tl.constexpr = tl.constexpr(448.0)  # the largest e4m3 number
 _LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite, 0 times that NaN
 
 
 @triton.jit
 def _scale(most):
-    """The scale of elements of which ``most`` is the largest magnitude: kernels/rowops/quantize.py has the same."""
+    """The scale of elements whose largest magnitude is ``most``, as kernels/rowops/quantize.py computes it."""
     factor = most * (1.0 / _MOST)
     return tl.where(factor > 0, tl.maximum(factor, _LEAST), 1.0)
 
@@ -71,7 +71,7 @@ def _tile(
     in_n = column < N
     w_at = w + matrix * N * K + column[:, None].to(tl.int64) * K + k[None, :]
 
-    if SCALE_ROWS == 1:  # one a row of w, and one a row of x
+    if SCALE_ROWS == 1:  # one scale for each row of w and of x
         most = tl.zeros((BLOCK_M,), tl.float32)
         ahead = x_at
         for start in tl.range(0, K, BLOCK_K):
@@ -157,11 +157,12 @@ def w8a8(
 ):
     """y[to(m), n] = weight(m) * (sum_g xs[m, g] * ws[e, n, g] * sum_k xq[from(m), k] * w[e, n, k] + bias[e, n]).
 
-    e is m's expert, and k runs over the 128 of K that are g's; x [M, K] and y [M, N] of 16 bits, m_sizes [E]; from, to,
-    weight, bias and ``flags`` are those of rows.py. w is e4m3 [E, N, K], each row's codes after the other's. With
-    SCALE_ROWS 128 w_scale is ws, fp32 [E, ceil(N / 128), ceil(K / 128)], and xs is that of each row and g: the largest
-    |x| / 448, 2^-126 at least, or 1 of zeros. With SCALE_ROWS 1 both are of whole rows: w_scale is fp32 [E, N], and xs
-    of all K. xq is x / xs as e4m3. A program has one tile, as in rows.py; BLOCK_K is 128.
+    e is m's expert, g counts groups of 128 of K, and k runs over a group. x [M, K] and y [M, N] have 16 bits, w is e4m3
+    [E, N, K], dense, and m_sizes is [E]. from, to, weight, bias and ``flags`` are as in kernels/portable_plain/rows.py.
+    xq is x / xs as e4m3, xs the largest |x| / 448 of a row and group, at least 2^-126, or 1 if all are zero.
+
+    SCALE_ROWS 128: ws[e, n, g] = w_scale[e, n / 128, g], fp32 [E, ceil(N / 128), ceil(K / 128)]. SCALE_ROWS 1: w_scale
+    is fp32 [E, N], and one group is all of K. A program has one tile; BLOCK_K is 128.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     clearing = 0

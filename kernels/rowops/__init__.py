@@ -1,7 +1,7 @@
 """The row kernels: their entries, arguments, flags, configs and grids, in plain Python.
 
 A row kernel computes a ``RowOp``: it gathers, quantises, activates, combines or clears rows, or sorts slots. Its
-arguments by launch ABI 1, in addition to those in kernels/contract/launch_abi.py:
+arguments by launch ABI 1, in addition to those in kernels/entry.py:
 
 =========================  ===================================================================
 ``h a da dh x y out``      device pointers to dense rows in the variant's dtype
@@ -44,10 +44,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, RowOp
+from ...artifacts.records import DType, Fusion, Layout, Op, RowOp
 from ...artifacts.tuples import NamedTuple
-from ..contract.entry import Entry
+from ..entry import Entry
 
 # ``flags``: the activation in the lowest bits, then options. kernels/rowops/activation.py has the same values.
 KIND = 7
@@ -282,7 +281,7 @@ class Block(NamedTuple):
 
 
 class RowOpSpec(NamedTuple):
-    """A variant of a row kernel before it is compiled. ``contract.spec.Spec`` is a GEMM's."""
+    """A variant of a row kernel before it is compiled. ``spec.Spec`` is a GEMM's."""
 
     op: RowOp
     dtype: DType
@@ -311,12 +310,12 @@ class RowOpSpec(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """The layout in its record; row kernels don't read w."""
+        """The layout in its record, which says nothing: row kernels exist for no layout."""
         return Layout.NK
 
     @property
     def fusion(self) -> Fusion:
-        """The fusion in its record; row kernels have no product."""
+        """The fusion in its record, which says nothing: row kernels multiply no matrices."""
         return Fusion.NONE
 
     @property

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The values of kernels/rowops/__init__.py and activations.py.
+# The values of kernels/rowops/__init__.py and kernels/activations.py.
 _KIND: tl.constexpr = tl.constexpr(7)
 _SILU: tl.constexpr = tl.constexpr(0)
 _GELU: tl.constexpr = tl.constexpr(1)
@@ -301,7 +301,7 @@ def activation_grad(
         if (flags & (_WEIGHTED | _WRITES_DWEIGHTS)) != 0:
             flat = tl.load(index + row * index_step).to(tl.int64)
         dot = tl.zeros((1,), tl.float32)
-        if (flags & _INTERLEAVED) != 0:  # (each whole: with the two in one loop it takes 1.1 x as long)
+        if (flags & _INTERLEAVED) != 0:  # two loops: with both orders in one loop it takes 1.1 x as long
             dot = _backward(
                 h,
                 da,

@@ -1,7 +1,7 @@
-"""The activation before a GEMM of codes: what ``activation`` makes of h, as the codes that ``quantize`` makes of it.
+"""The activation before a GEMM with quantised x: ``activation`` of h and ``quantize`` of its result, in one launch.
 
-h is read once, and what is between the two is in registers, rounded to h's dtype as if it were stored: codes and scales
-are those of the two passes, bit for bit.
+h is read once. The activation's result stays in registers, rounded to h's dtype as if it were stored, so codes and
+scales have the bits that the two row kernels give.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .activation import _end_of, _product, _row_of
 _GATED: tl.constexpr = tl.constexpr(8)
 _INTERLEAVED: tl.constexpr = tl.constexpr(16)
 _GROUP: tl.constexpr = tl.constexpr(128)  # columns that share a scale
-_WORDS: tl.constexpr = tl.constexpr(32)  # of 4 codes
-_MOST: tl.constexpr = tl.constexpr(448.0)  # of e4m3
+_WORDS: tl.constexpr = tl.constexpr(32)  # words of 4 codes, for a group
+_MOST: tl.constexpr = tl.constexpr(448.0)  # the largest e4m3 number
 _LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite, 0 times that NaN
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 # The values of kernels/rowops/__init__.py.
 _USED: tl.constexpr = tl.constexpr(32)
 _PICKED: tl.constexpr = tl.constexpr(32768)
-_MOST: tl.constexpr = tl.constexpr(448.0)  # of e4m3
+_MOST: tl.constexpr = tl.constexpr(448.0)  # the largest e4m3 number
 _LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite, 0 times that NaN
 
 

@@ -28,7 +28,7 @@ def _experts(ids, i, M, E, ids_step):
 
 @triton.jit
 def _before(expert, experts, slots, alone, BLOCK: tl.constexpr):
-    """How many of the chunk's slots have the expert of each and come before it; ``alone``, or a lower one.
+    """For each slot of a chunk, the number of earlier slots of its expert, plus lower experts' slots unless ``alone``.
 
     (Each thread has a slot of its own, and looks at all others by itself.)
     """
@@ -46,7 +46,7 @@ def _before(expert, experts, slots, alone, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tally(experts, slots, bounds, m_sizes, E, BINS: tl.constexpr):
-    """How often each expert comes, and where its slots begin, of one chunk: faster than a histogram for few slots."""
+    """Store each expert's number of slots and its first place, for one chunk: faster than a histogram for few slots."""
     column = tl.arange(0, BINS)
     found = tl.zeros((BINS,), tl.int32)
     below = tl.zeros((BINS,), tl.int32)
@@ -61,7 +61,7 @@ def _tally(experts, slots, bounds, m_sizes, E, BINS: tl.constexpr):
 
 @triton.jit
 def _count(expert, slots, counts, E, BINS: tl.constexpr):
-    """How often each expert comes in this chunk, and none."""
+    """Store the number of this chunk's slots that have each expert, and that have none."""
     column = tl.arange(0, BINS)
     found = tl.histogram(expert, BINS, mask=expert < E)
     tl.store(counts + column, found, mask=column < E)
@@ -70,7 +70,7 @@ def _count(expert, slots, counts, E, BINS: tl.constexpr):
 
 @triton.jit
 def _bound(bounds, m_sizes, E, BINS: tl.constexpr):
-    """Where each expert's slots begin: every program stores the same."""
+    """Store the place where each expert's slots begin; every program stores the same numbers."""
     column = tl.arange(0, BINS)
     size = tl.load(m_sizes + column, mask=column < E, other=0)
     tl.store(bounds + column, tl.cumsum(size, 0) - size, mask=column < E)
@@ -79,7 +79,7 @@ def _bound(bounds, m_sizes, E, BINS: tl.constexpr):
 
 @triton.jit
 def _add(counts, m_sizes, block, chunks, E):
-    """Of some experts: counts of the chunks before each, in place of its own, and those of all chunks."""
+    """Replace the chunks' counts of some experts by the sums of earlier chunks; store the total in m_sizes."""
     column = block * _COLUMNS + tl.arange(0, _COLUMNS)
     total = tl.zeros((_COLUMNS,), tl.int32)
     for first in tl.range(0, chunks, _CHUNKS):

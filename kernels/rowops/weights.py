@@ -19,12 +19,12 @@ _BACK: tl.constexpr = tl.constexpr(8)
 _E4M3: tl.constexpr = tl.constexpr(0)
 _E2M1: tl.constexpr = tl.constexpr(1)
 _INT4: tl.constexpr = tl.constexpr(2)
-_OF_BLOCK: tl.constexpr = tl.constexpr(0)  # SCALE: fp32 of a tile
-_OF_ROW: tl.constexpr = tl.constexpr(1)  # fp32 of a row
-_E8M0: tl.constexpr = tl.constexpr(2)  # of a row's GROUP of columns, and so the others
-_BY_OUTER: tl.constexpr = tl.constexpr(3)  # e4m3, times one of the expert's
+_OF_BLOCK: tl.constexpr = tl.constexpr(0)  # SCALE: an fp32 scale for each tile
+_OF_ROW: tl.constexpr = tl.constexpr(1)  # an fp32 scale for each row
+_E8M0: tl.constexpr = tl.constexpr(2)  # this and the next: a scale for each GROUP columns of a row
+_BY_OUTER: tl.constexpr = tl.constexpr(3)  # e4m3, times a scale of the expert
 _BF16: tl.constexpr = tl.constexpr(4)
-_BF16_ZERO: tl.constexpr = tl.constexpr(5)  # and a zero point
+_BF16_ZERO: tl.constexpr = tl.constexpr(5)  # with a zero point
 _PART: tl.constexpr = tl.constexpr(32)  # rows that _squares has at once
 _LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite
 
@@ -41,7 +41,7 @@ def _tile_of(rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.co
 
 @triton.jit
 def _load(w, first, at, there, KIND: tl.constexpr):
-    """Numbers of w, which is of int16 words: float32. ``first`` is the expert's first, int64, and ``at`` counts on."""
+    """Load w[first + at] as float32, from bf16 or KIND. ``w`` points at int16; ``first`` is int64, ``at`` int32."""
     if KIND == _FP32:
         of_fp32 = w.to(tl.pointer_type(tl.float32), bitcast=True) + first
         value = tl.load(of_fp32 + at, mask=there, other=0.0)
@@ -145,13 +145,13 @@ def _words_of_4(left, right, ELEMENTS: tl.constexpr):
 
 @triton.jit
 def _block(row, column, columns):
-    """Which row of 64 columns, of all blocks of an expert, a row and a column are in."""
+    """The number of the 64-column row, counted over an expert's blocks, that has this row and column."""
     return (row // 64 * (columns // 64) + column // 64) * 64 + row % 64
 
 
 @triton.jit
 def _place_of_8(row, first, rows, columns, BLOCK: tl.constexpr):
-    """Where the words [rows, blocks, c, s] of an expert's prepared codes of 8 bits are, and which there are."""
+    """(offsets of the words [rows, blocks, c, s] of an expert's prepared 8-bit codes, a mask of those that exist)."""
     block = first + 64 * tl.arange(0, BLOCK // 64)[None, :, None, None]
     of_row = row[:, None, None, None]
     c = tl.arange(0, 4)[None, None, :, None] ^ (of_row // 2 % 4)
@@ -162,7 +162,7 @@ def _place_of_8(row, first, rows, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def _place_of_4(row, first, rows, columns, BLOCK: tl.constexpr):
-    """Where the words [rows, blocks, c, word] of an expert's prepared codes of 4 bits are, and which there are."""
+    """(offsets of the words [rows, blocks, c, word] of an expert's prepared 4-bit codes, mask of those that exist)."""
     block = first + 64 * tl.arange(0, BLOCK // 64)[None, :, None, None]
     of_row = row[:, None, None, None]
     c = tl.arange(0, 4)[None, None, :, None]
@@ -199,7 +199,7 @@ def _put_prepared(
 
 @triton.jit
 def _place_stored(row, first, rows, columns, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the bytes of an expert's stored codes of a left half are, and which there are; the right half's follow."""
+    """(offsets of a left half's bytes in an expert's checkpoint codes, mask of those that exist); the right follows."""
     BYTES: tl.constexpr = 8 if ELEMENTS == _E4M3 else 4
     width = columns // 8 * BYTES
     byte = (first + 16 * tl.arange(0, BLOCK // 16)[None, :, None]) // 8 * BYTES + tl.arange(0, BYTES)[None, None, :]
@@ -241,7 +241,7 @@ def _each(of_group, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr
 
 @triton.jit
 def _place_of_scale(row, first, rows, columns, flags, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Where the scales [rows, groups] of a tile are among an expert's, and which there are."""
+    """(offsets of a tile's scales [rows, groups] among the expert's, a mask of those that exist)."""
     of_row, group = row[:, None], first // GROUP + tl.arange(0, GROUPS)[None, :]
     across = tl.cdiv(columns, GROUP)
     at = of_row * across + group
@@ -678,7 +678,7 @@ def dequantize_weights(
 ):
     """w [E, M, columns] = (codes - zeros) * (scales * outer), in float32 and rounded once, in bf16, fp16 or fp32.
 
-    The others are as ``quantize_weights`` writes them. A program does a tile of ROWS and BLOCK.
+    ``words``, ``scales``, ``zeros`` and ``outer`` are as ``quantize_weights`` writes them. A program does ROWS x BLOCK.
     """
     WIDE: tl.constexpr = BLOCK // 16
     expert, row, first = _tile_of(M, columns, ROWS, BLOCK, ROWS)

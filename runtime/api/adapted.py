@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import bucket_of
+from ...artifacts.records import bucket_of
 from ..check import tensors
 from ..check.call import MAX_RANK
 from ..dispatch import snapshot as dispatch_snapshot

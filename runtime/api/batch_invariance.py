@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ...artifacts.errors import HostError, ProblemNotInBundle
-from ...artifacts.names import printable
-from ...artifacts.records.precision import DType, dtypes_of
+from ...artifacts.limits import printable
+from ...artifacts.records import DType, dtypes_of
 from ...artifacts.tuples import NamedTuple
-from ...kernels.hardware.arch import ARCHS, Feature
+from ...kernels.arch import ARCHS, Feature
 from .. import hooks
 from ..driver.device import local_gpu
 from ..settings import Invariance

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import Layout, bucket_of
-from ...kernels.contract.activations import activation_of
+from ...artifacts.records import Layout, bucket_of
+from ...kernels.activations import activation_of
 from ..check import tensors
 from ..check.call import autocast, check_fusions, expected_bucket, form_of
 from ..driver.device import without_autocast
@@ -28,7 +28,7 @@ from .padded import adapter, check_out, check_rows, checked_codes, most_rows, na
 from .padded_plan import as_rows, placed_of
 
 if TYPE_CHECKING:
-    from ...kernels.contract.activations import Activation
+    from ...kernels.activations import Activation
 
 _CALL = "experts_mlp"
 _tracing = torch.compiler.is_dynamo_compiling
@@ -233,7 +233,7 @@ def _key(
     lora: tuple[Lora | None, Lora | None] | None,
     how: tuple[RowActivation, str, bool, int | None],
 ) -> object:
-    """Where the plan of a call like this is; None where none may be."""
+    """The key of this call's plan; None if the call can have no plan."""
     act, w_layout, zero_tail, expected_rows = how
     try:
         R = x.shape[:-1].numel()

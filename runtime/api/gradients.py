@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import Layout
+from ...artifacts.records import Layout
 from ..check import tensors
 from ..check.call import Call, fit, form_of
 from ..driver.device import without_autocast

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+from ...artifacts.records import Fusion, Layout, Op, Problem
 from .. import hooks
 from ..check import tensors
 from ..check.call import Call, Form, autocast, check, expected_bucket, form_of
@@ -227,8 +227,7 @@ def grouped_gemm(
     tracing = _tracing()
     if not tracing and _duals._current_level >= 0:
         tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias, *(lora[:2] if isinstance(lora, Lora) else ()))
-    # First: a call under way keeps the table that it began with, so that nothing chosen before a ``reload`` goes into
-    # one from after.
+    # Read it first: after a ``reload`` this call still writes to the old snapshot's plans, never to the new one's.
     snapshot: Snapshot | None = None if tracing else (hooks.current() if hooks.blocks else hooks.snapshot)
     key: tuple[Any, ...] | None = None
     others: tuple[object, ...] | None = None
@@ -280,9 +279,9 @@ def grouped_gemm(
                 out is None,
                 others,
             )
-            if snapshot is not None and M:  # (none and one are of one bucket)
+            if snapshot is not None and M:  # (M = 0 and M = 1 share a bucket)
                 plan = snapshot.plans.get(key)
-        except _UNUSABLE:  # no usable tensor: the checks will say
+        except _UNUSABLE:  # no usable tensor: the checks below raise InputError
             key = None
         if plan is not None:
             y: torch.Tensor | None = plan.call(M, tensor, w, m_sizes, topk_weights, bias, gather_indices, out, lora)
@@ -495,7 +494,7 @@ def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
 
     Where x may be quantised, too, both kinds of forward are among these: which one runs is told by their times.
     """
-    from ...kernels.contract.spec import code_of  # here, as only tuning asks
+    from ...kernels.spec import code_of  # here, as only tuning asks
 
     form, E, N, K = call.form, call.m_sizes.shape[0], call.N, call.K
     dtype, fusions = tensors.check_cuda_dtype(x), call.fusions

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import Layout
-from ...kernels.contract.activations import Activation, activation_of
+from ...artifacts.records import Layout
+from ...kernels.activations import Activation, activation_of
 from ..check import call as check_call
 from ..check import tensors
 from ..check.call import check_fusions, expected_bucket, form_of
@@ -147,7 +147,7 @@ def _check_coded(
     adapters: tuple[Lora | None, Lora | None],
     others: list[torch.Tensor | ExpertWeights],
 ) -> None:
-    """Raise InputError for what a layer of ``QuantizedRows`` can't be."""
+    """Raise InputError if a layer on ``QuantizedRows`` is traced, has an adapter or needs a gradient."""
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in others)
     for there, what in (
         (is_traced, "a call that torch traces"),
@@ -167,7 +167,7 @@ def _check_out(
     topk_weights: torch.Tensor,
     down_bias: torch.Tensor | None,
 ) -> None:
-    """Raise InputError unless ``out`` can take what a layer comes to."""
+    """Raise InputError unless the layer's result can be written to ``out``."""
     tensors.tensors("moe_mlp", out=out)
     got = f"{list(out.shape)} {out.dtype} on {out.device}"
     if out.shape != hidden.shape or out.dtype is not hidden.dtype or out.device != hidden.device:
@@ -265,7 +265,7 @@ def _checked(
     *,
     copies: bool = True,
 ) -> torch.Tensor:
-    """x with rows that can be used, or without ``copies`` as it is; InputError for what the GEMMs can't take."""
+    """x, with ``copies`` as rows that kernels can read; InputError if the two GEMMs can't run on these arguments."""
     gate_up, down, gate_up_bias, down_bias = parameters
     index, m_sizes, *_ = routing
     with _product("gate_up"):

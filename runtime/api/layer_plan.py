@@ -126,7 +126,7 @@ class LayerPlan(Programs):
         out: torch.Tensor | None = None,
         adapters: Adapters = NO_ADAPTERS,
     ) -> bool:
-        """Whether a call on these tensors, of as many rows by bucket, is like the first."""
+        """True if the plan serves a call on these tensors: like its first call but for M, in one bucket."""
         inputs: Any = (hidden, ids, weights, *(parameters if self._dense else _operands(parameters)))
         some = self._there(inputs if adapters is NO_ADAPTERS else inputs + _low(adapters))
         biases = some[self._behind :]
@@ -262,7 +262,7 @@ def plan_layer(
 
 
 def _takes_results(out: torch.Tensor, read: Sequence[torch.Tensor]) -> bool:
-    """Whether a program may write a layer's result there: as new memory lies, apart from these contiguous tensors."""
+    """True if the layer's result can be written to ``out``: contiguous, aligned, and no byte of ``read`` in it."""
     begin = out.data_ptr()
     end = begin + out.nbytes
     apart = all(end <= tensor.data_ptr() or tensor.data_ptr() + tensor.nbytes <= begin for tensor in read)
@@ -275,7 +275,7 @@ def _low(adapters: Adapters) -> tuple[torch.Tensor | None, ...]:
 
 
 def _lows(parameters: Weights | FrozenWeights) -> list[int]:
-    """How what kernels read of quantised weights is aligned: they were chosen by it."""
+    """The low bits of the addresses of quantised weights' tensors: kernels were chosen for their alignment."""
     return [address_of(tensor) & LOW for tensor in _operands(parameters)[:-2]]
 
 

@@ -1,6 +1,6 @@
 """A whole MoE layer: sort the routing, gather, two grouped GEMMs with an activation between, weigh, sum over k.
 
-A layer like an earlier one is done by that one's plan. What does any other is imported by the first: ``layer_call.py``.
+A call like an earlier one runs that call's plan. The first such call runs layer_call.py, which is imported then.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...artifacts.records.problem import bucket_of
+from ...artifacts.records import bucket_of
 from .. import hooks
 from ..check import tensors
 from ..check.call import expected_bucket
@@ -19,7 +19,7 @@ from ..weights.expert_weights import ExpertWeights, key_of
 from .lora import Lora, adapters_given, scales_of
 
 if TYPE_CHECKING:
-    from ...kernels.contract.activations import Activation
+    from ...kernels.activations import Activation
     from ..weights.quantized_rows import QuantizedRows
 
 _tracing = torch.compiler.is_dynamo_compiling
@@ -121,7 +121,7 @@ def moe_mlp(
                 at = gate_up_weight.data_ptr(), down_weight.data_ptr()
             else:
                 at = (*key_of(gate_up_weight), *key_of(down_weight))
-            if type(T) is int:  # (else it is traced, and what looks at it fixes it)
+            if type(T) is int:  # else torch.compile traces it: a key would make the graph depend on T
                 key = (
                     "layer",
                     *at,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import Layout, bucket_of
+from ...artifacts.records import Layout, bucket_of
 from .. import hooks
 from ..check import tensors
 from ..check.call import autocast, check_fusions, expected_bucket, form_of
@@ -272,7 +272,7 @@ def _key(
     lora: Lora | None,
     expected_rows: int | None,
 ) -> object:
-    """Where the plan of a call like this is; None where none may be."""
+    """The key of this call's plan; None if the call can have no plan."""
     try:
         R = x.shape[:-1].numel()
         bucket = None if expected_rows is None else expected_bucket(_CALL, expected_rows, R, most_rows(x))

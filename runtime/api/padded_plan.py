@@ -86,7 +86,7 @@ def as_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def takes_rows(x: torch.Tensor, m_sizes: torch.Tensor | None, out: torch.Tensor | None) -> bool:
-    """Whether a program may read x [E, M_max, K] or [M, K], and write out, as the plan's guard can't tell."""
+    """True if the plan can read x [E, M_max, K] or [M, K] and write ``out``, which its guard can't check."""
     rows = x.shape[:-1]
     if not x.is_contiguous() or m_sizes is None or not 0 < rows.numel() < MOST_ROWS:
         return False

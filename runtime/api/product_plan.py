@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from ...artifacts.records.problem import Layout
+from ...artifacts.records import Layout
 from ..check import tensors as check_tensors
 from ..check.call import Call, Fusions
 from ..check.tensors import address_of
@@ -277,7 +277,7 @@ class PlainPlan(ProductPlan):
         return results
 
     def _new(self, single: SingleLaunch, w: torch.Tensor, m_sizes: torch.Tensor) -> Callable[..., torch.Tensor | None]:
-        """``call`` of such a call again, whose y is new. (The key has w's address, the guard x's stride.)"""
+        """A fast ``call`` for plans of one launch into a new y. (The key has w's address, the guard x's stride.)"""
         same, low, device, holds = self._same, self._low, self._device, self._condition()
         launch, allocate, w_at = single.run, empty, w.data_ptr()
         new: Any = single.new
@@ -334,17 +334,17 @@ class PlainPlan(ProductPlan):
 
 
 def _as_single(tf32: bool) -> bool:
-    """Whether float32 is multiplied as it was, and not cast."""
+    """True if float32 is still multiplied as when the plan was made (``tf32``), and autocast does not cast it."""
     return tf32_allowed(_FLOAT32) is tf32 and not _casts("cuda")
 
 
 def _lows(w: _W) -> list[int]:
-    """How quantised weights are aligned: kernels were chosen by it. (Of a tensor, the key has its address.)"""
+    """The low bits of quantised weights' addresses: kernels were chosen for them. A tensor's are in the key."""
     return [] if isinstance(w, torch.Tensor) else [address_of(tensor) & LOW for tensor in operands_of(w).values()]
 
 
 def _has_rows(M: int, *tensors: torch.Tensor | None) -> bool:
-    """Whether those that are there have M rows. (A guard of any number of rows looks at none.)"""
+    """True if all tensors have M rows. (The guard of a plan for any M does not compare rows.)"""
     return all(tensor is None or tensor.shape[0] == M for tensor in tensors)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import Fusion, Layout, Op, bucket_of
+from ...artifacts.records import Fusion, Layout, Op, bucket_of
 from ...artifacts.tuples import NamedTuple
 from . import tensors
 from .tensors import bad, row_stride, tensors_or_none
@@ -27,9 +27,9 @@ _MOST_INDEX = 2**31 - 1
 
 
 class Form(NamedTuple):
-    """How a call moves rows and what it wants; T*topk flat indices number the (token, slot) pairs.
+    """The non-tensor arguments of a call: how rows move, which gradients and kernels are wanted.
 
-    ``bucket`` is that of the rows that the caller expects, which kernels are chosen for; None: that of all rows.
+    ``bucket`` is the bucket of ``expected_rows``, for which kernels are chosen; None: the bucket of all rows.
     """
 
     layout: Layout = Layout.NK
@@ -523,9 +523,9 @@ class Rows:
         return min(ends, default=0)
 
     def stores_nothing(self, y: torch.Tensor) -> bool:
-        """Whether no row of y is stored to.
+        """True if the call writes no row of y: nothing must be launched then.
 
-        (Without a row to gather, or a weight, no index is within range; a kernel reads some row of x all the same.)
+        Without rows of x or routing weights no index is in range, but a kernel would still read a row of x.
         """
         there = self.M and y.numel() and self.w.shape[0]
         return not there or (self.uses_index and not self.index_end(y.shape[0]))
@@ -547,6 +547,6 @@ class Rows:
 
     @property
     def spares_rows(self) -> bool:
-        """Whether rows of an index out of range, which the gather alone reads, have to stay as they are."""
+        """True if rows of y whose index is out of range must not be written, and only the gather reads the index."""
         read = self.scatter or self.row_weights is not None
         return bool(self.gather_divisor) and not read and self.bounds is None and not self.loose

@@ -32,7 +32,7 @@ def kinds_of(tensors: Sequence[torch.Tensor | None]) -> Kinds:
 
 
 def as_kept(call: str, names: str, tensors: Sequence[torch.Tensor | None], kinds: Kinds) -> list[torch.Tensor | None]:
-    """Saved tensors with rows that a call takes; InputError names the first that a hook made another tensor of.
+    """Saved tensors as kernels read them. InputError if a hook changed a tensor's dtype, shape or device.
 
     While a graph is traced there are no hooks, and nothing is compared.
     """
@@ -94,7 +94,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def beside(cls, call: str, dy: torch.Tensor) -> Saved:
-        """Saved tensors of a call whose result has the gradient ``dy``: autograd has compared the two."""
+        """The properties that saved tensors must have: dtype and device of ``dy``, which autograd compared with y's."""
         return cls(call, dy.dtype, dy.device)
 
     def whole(

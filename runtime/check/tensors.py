@@ -9,8 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Layout
+from ...artifacts.records import DType, Layout
 from ...artifacts.tuples import NamedTuple
 
 if TYPE_CHECKING:
@@ -106,9 +105,9 @@ def tensors(call: str = "grouped_gemm", /, **arguments: object) -> None:
 
 
 def in_memory(name: str, tensor: torch.Tensor, call: str = "grouped_gemm") -> torch.Tensor:
-    """The tensor; of one that wraps another (a collective's result that is under way) a copy of what it wraps.
+    """Return the tensor, or a copy if it wraps another tensor, like the result of a collective that is under way.
 
-    (A wrapper's own address is null, and a kernel would read there.) InputError where the copy has no memory either.
+    A wrapper's own address is 0, where no kernel can read. InputError if the copy has no memory either.
     """
     if type(tensor) in PLAIN or tensor.data_ptr():
         return tensor
@@ -279,12 +278,12 @@ def row_stride(tensor: torch.Tensor, length: int) -> int:
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether kernels run on it. (Tests say so of the host's memory.)"""
+    """True if kernels can run on this tensor. (Tests replace this, to run kernels on host memory.)"""
     return tensor.is_cuda
 
 
 def address_of(tensor: torch.Tensor | None) -> int:
-    """Where a tensor begins; 0 for none."""
+    """The tensor's address; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 import logging
 import time
 
+from ...artifacts.bundle_file import BundleFile, open_bytes
 from ...artifacts.errors import BundleError, CompileError, HostError
-from ...artifacts.files.bundle_file import BundleFile, open_bytes
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem
-from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.spec import MAX_EXPERTS
+from ...artifacts.records import DType, Fusion, Layout, LocalGpu, Op, Problem
+from ...kernels.spec import MAX_EXPERTS
 from .. import hooks
 from ..locks import lock
 

@@ -12,14 +12,12 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from ...artifacts.errors import ProblemNotInBundle
-from ...artifacts.names import printable
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
-from ...artifacts.records.target import LocalGpu
+from ...artifacts.limits import printable
+from ...artifacts.records import DType, Fusion, Layout, LocalGpu, Op, Problem, bucket_of
 from ...artifacts.tuples import NamedTuple
 from ...kernels import registry
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, has_aligned_rows
-from ...kernels.contract.spec import code_of
+from ...kernels.entry import ALIGNMENT_BYTES, has_aligned_rows
+from ...kernels.spec import code_of
 from .. import hooks
 from ..locks import lock
 from .places import Kind
@@ -200,7 +198,7 @@ def _decide(
 
 
 def _is_unbeatable(candidates: list[Candidate], local: LocalGpu) -> bool:
-    """Whether no bundle of a later place can rank higher: measured on this GPU, for this bucket and capability."""
+    """True if no later place can have a better choice: this one was measured on this GPU, for this bucket."""
     if not candidates:
         return False
     best = candidates[0]
@@ -209,10 +207,10 @@ def _is_unbeatable(candidates: list[Candidate], local: LocalGpu) -> bool:
 
 
 def _has_choice(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View) -> bool:
-    """Whether a bundle for this capability was built for this product and bucket, whatever is fused with it.
+    """True if a bundle for this capability was built for this product and bucket, with whatever fusions.
 
-    A plan has the forms that a layer's calls have: a bias on a plain first GEMM has the variants of its form, chosen
-    by the cost model, and no choice of its own.
+    Bundles are built for the fusions that a layer uses. Other fusions of the product, like a bias on the plain first
+    GEMM, run the same variants, chosen by the cost model.
     """
     return any(
         choice.bucket == bucket
@@ -233,7 +231,7 @@ def forms_of(problem: Problem) -> tuple[Problem, ...]:
 
 
 def reason(candidate: Candidate, problem: Problem, bucket: int, local: LocalGpu) -> str:
-    """Why a candidate for ``problem`` stands where it does, in words."""
+    """The reason for a candidate's rank for ``problem``, in words."""
     why = _standing(candidate, bucket, local)
     code_of_another = candidate.variant.layout is not problem.layout
     own = candidate.match is not Match.COST_MODEL and candidate.usable.bundle.find(problem)

@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING
 
 from ...artifacts.errors import BundleError
 from ...artifacts.limits import MAX_EXPERTS, MAX_WIDTH
-from ...artifacts.records.bundle import Model
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem
-from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.spec import result_columns
-from ...kernels.hardware.arch import refusal
+from ...artifacts.records import DType, Fusion, Layout, LocalGpu, Model, Op, Problem
+from ...kernels.arch import refusal
 from ...kernels.registry import has_code
+from ...kernels.spec import result_columns
 from .snapshot import View
 
 if TYPE_CHECKING:
-    from ...artifacts.files.bundle_file import BundleFile
+    from ...artifacts.bundle_file import BundleFile
 
 _NEAREST = 3
 _DEFAULT_TOKENS = 65_536  # what a spec builds for when it does not say

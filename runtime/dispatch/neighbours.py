@@ -17,16 +17,14 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ...artifacts.errors import BundleError
-from ...artifacts.records.bundle import Timed, Variant
-from ...artifacts.records.problem import Problem
-from ...artifacts.records.target import Gpu, LocalGpu, gpus_apart
+from ...artifacts.records import Gpu, LocalGpu, Problem, Timed, Variant, gpus_apart
 from ...artifacts.tuples import NamedTuple
+from ...kernels import chips
 from ...kernels import neighbours as cost
-from ...kernels.contract.config import Config, config_of
-from ...kernels.contract.launch_abi import has_aligned_rows
-from ...kernels.hardware import chips
-from ...kernels.hardware.chips import Chip
+from ...kernels.chips import Chip
+from ...kernels.entry import has_aligned_rows
 from ...kernels.neighbours import Evidence
+from ...kernels.spec import Config, config_of
 from .places import Kind
 from .snapshot import Rejected, Snapshot, Usable, View
 
@@ -41,8 +39,8 @@ _Found: TypeAlias = "tuple[float, int, int, _Shape]"  # distance, index of the s
 _WINDOWS = (0.8, 1.6, math.inf)  # doublings of E between which shapes are looked for
 _BESIDE = 2  # buckets to either side of the best one of a shape that are looked at
 _MORE = 16  # cells that are found before they are sorted again
-_SHAPES = 40  # of a window, that are looked at
-_NO_BETTER = 1.001  # times the best, at least, what won nowhere near is expected to take
+_SHAPES = 40  # nearest shapes that are read
+_NO_BETTER = 1.001  # least expected time, over the best, of a variant that won no cell nearby
 _RECENT = 256  # sizes whose near shapes are kept
 
 
@@ -93,7 +91,7 @@ class _ShapeList:
             first = bisect.bisect_left(self.places, (E - doublings,))
             last = bisect.bisect_right(self.places, (E + doublings, math.inf))
             limit, at_E, at_size = cost.EXPERTS * doublings * doublings, cost.EXPERTS, cost.SIZE
-            side = math.sqrt(limit / at_size)  # further no N or K is
+            side = math.sqrt(limit / at_size)  # no N or K within ``doublings`` is farther than this
             low_N, high_N, low_K, high_K = N - side, N + side, K - side, K + side
             candidates = [
                 (at_E * (e - E) * (e - E) + at_size * ((n - N) * (n - N) + (k - K) * (k - K)), at)
@@ -302,7 +300,7 @@ def blended(
         expected_us = cost.tiles_us(wanted.op, wanted.dtype, sizes, config, chip)
         expected_us *= math.exp(near.others if ratio is None else ratio) * (us / least) ** cost.MODEL_SHARE
         (others if ratio is None else winners).append((expected_us, at))
-    if winners:  # what won nowhere is no better
+    if winners:  # a variant that won no cell nearby is expected to be slower
         best_us = min(winners)[0]
         others = [(max(us, best_us * _NO_BETTER), at) for us, at in others]
     return sorted(winners + others)

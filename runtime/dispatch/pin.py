@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import Fusion, Op, Problem
+from ...artifacts.records import Fusion, Op, Problem
 from ...artifacts.tuples import NamedTuple
 from .snapshot import Rejected, Snapshot, Usable
 
 if TYPE_CHECKING:
-    from ...artifacts.records.bundle import Choice
-    from ...artifacts.records.target import LocalGpu
-    from ...kernels.contract.config import Config
+    from ...artifacts.records import Choice, LocalGpu
+    from ...kernels.spec import Config
 
 
 class Preference(NamedTuple):
@@ -69,8 +68,8 @@ def check_pin(name: str, pin: object, *, is_first_gemm: bool = True) -> Pin | No
     """
     if pin is None:
         return None
-    from ...artifacts.records.bundle import Choice
-    from ...kernels.contract.config import Config
+    from ...artifacts.records import Choice
+    from ...kernels.spec import Config
 
     if isinstance(pin, KernelPair):
         if pin.op is not _OPS[name]:
@@ -79,8 +78,8 @@ def check_pin(name: str, pin: object, *, is_first_gemm: bool = True) -> Pin | No
     if isinstance(pin, (Config, Choice, Preference)):
         return pin
     raise InputError(
-        f"grouped_gemm: {name} is a {type(pin).__name__}, wanted a pretuned.kernels.contract.config.Config or "
-        "a pretuned.artifacts.records.bundle.Choice that an open bundle has, a KernelPair of "
+        f"grouped_gemm: {name} is a {type(pin).__name__}, wanted a pretuned.kernels.spec.Config or "
+        "a pretuned.artifacts.records.Choice that an open bundle has, a KernelPair of "
         "get_or_autotune_moe_kernels, or None for the bundles' own choice"
     )
 
@@ -114,7 +113,7 @@ def find(
     snapshot: Snapshot, pin: Config | Choice, problem: Problem, local: LocalGpu, *, aligned: bool
 ) -> tuple[Usable, int]:
     """The first usable bundle that has the variant, and its index there; InputError as for ``kernel``."""
-    from ...artifacts.records.bundle import Choice
+    from ...artifacts.records import Choice
 
     there = list(_configs(snapshot, problem, local, aligned))
     if isinstance(pin, Choice):
@@ -137,7 +136,7 @@ def find(
 def _configs(
     snapshot: Snapshot, problem: Problem, local: LocalGpu, aligned: bool
 ) -> Iterator[tuple[Config, Usable, int]]:
-    from ...kernels.contract.config import Config
+    from ...kernels.spec import Config
     from .ranking import in_order, why_not
 
     for usable in snapshot.having(problem, local):
@@ -148,7 +147,7 @@ def _configs(
 
 
 def _listed(there: list[tuple[Config, Usable, int]], near: Config | None) -> str:
-    from ...kernels.contract.config import FIELDS
+    from ...kernels.spec import FIELDS
 
     configs = sorted({config for config, *_ in there})
     if not configs:
@@ -161,7 +160,7 @@ def _listed(there: list[tuple[Config, Usable, int]], near: Config | None) -> str
 
 def _distance(config: Config, knobs: Mapping[str, int]) -> float:
     """The doublings from a config to preferred knobs; a knob that is no number counts as one if it differs."""
-    from ...kernels.contract.config import RANGES
+    from ...kernels.spec import RANGES
 
     apart = (
         abs(math.log2(getattr(config, name) / wanted)) if name in RANGES else float(getattr(config, name) != wanted)

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING
 
 from ...artifacts import limits
 from ...artifacts.errors import BundleError, BundleUnreadable, DriverTooOld, HostError, TargetMismatch
-from ...artifacts.limits import MAX_FILES
-from ...artifacts.names import printable
+from ...artifacts.limits import MAX_FILES, printable
 from ...artifacts.tuples import NamedTuple
-from ...kernels.hardware.arch import arch_of, refusal, supported
+from ...kernels.arch import arch_of, refusal, supported
 from ..settings import Settings
 
 if TYPE_CHECKING:
-    from ...artifacts.files.bundle_file import BundleFile
-    from ...artifacts.files.signature import Keys
-    from ...artifacts.records.target import LocalGpu
+    from ...artifacts.bundle_file import BundleFile
+    from ...artifacts.records import LocalGpu
+    from ...artifacts.signature import Keys
 
 SYSTEM_DIRECTORY = Path("/opt/pretuned/bundles")
 ENTRY_POINTS = "pretuned.bundles"
@@ -92,7 +91,7 @@ class Place(NamedTuple):
         compressed = self.path.with_name(COMPRESSED)
         if not self.is_ours() or not os.path.isdir(compressed):  # noqa: PTH112 - as in ``files``
             return unpacked
-        from ...artifacts.files.packed import is_copy  # here, as an installed package has none
+        from ...artifacts.packed import is_copy  # here, as an installed package has none
 
         held = sorted(name for name in os.listdir(compressed) if name.endswith(f"{SUFFIX}.xz"))  # noqa: PTH208
         copies = [self.path / name.removesuffix(".xz") for name in held]
@@ -158,17 +157,17 @@ def scan(asked: Iterable[Place], without: Path | None, keys: Keys | None) -> tup
 
 def candidates_name(*sms: int) -> str:
     """The name of the file with the candidates for a capability, or for several."""
-    from ...artifacts.files.packed import SUFFIX as PACKED  # here, as a process without a GPU asks for none
+    from ...artifacts.packed import SUFFIX as PACKED  # here, as a process without a GPU asks for none
 
     return f"candidates{''.join(f'-sm{sm}' for sm in sms)}{PACKED}"
 
 
 def candidates_file(folder: Path, sm: int) -> Path | None:
-    """Where a folder has a capability's candidates, by the files' names; None where it has none.
+    """The path of a capability's shipped candidates in a folder, found by file names; None if there are none.
 
-    They are a file of their own, candidates-sm80.msgpack.xz, or one of several in a file: FILE#sm80.
+    They are a file, candidates-sm80.msgpack.xz, or a part of a file with several capabilities, FILE#sm80.
     """
-    from ...artifacts.files.packed import SUFFIX as PACKED
+    from ...artifacts.packed import SUFFIX as PACKED
 
     own = candidates_name(sm)
     try:
@@ -213,7 +212,7 @@ def unusable(bundle: BundleFile, local: LocalGpu) -> BundleError | None:
     except BundleError as error:
         return error
     if 0 < local.gpu.driver < least:
-        from ...artifacts.records.target import cuda_version
+        from ...artifacts.records import cuda_version
 
         return DriverTooOld(
             f"bundle {name!r} needs a driver for CUDA {cuda_version(least)} or later, this one is for CUDA "
@@ -227,21 +226,21 @@ def _same(path: Path, other: Path) -> bool:
 
 
 def _undisturbed(place: Place) -> contextlib.AbstractContextManager[object]:
-    # Files are immutable and renamed into place: past the timeout reading goes on.
+    # Without the lock reading is safe too, as files are renamed into place and never change: so go on after a timeout.
     if place.kind is Kind.OVERLAY and os.path.isdir(place.path):  # noqa: PTH112 - as in ``files``
-        from ...artifacts.files.lock import reading
+        from ...artifacts.locking import reading
 
         return reading(place.path, timeout_s=_OVERLAY_LOCK_TIMEOUT_S)
     return contextlib.nullcontext()
 
 
 def _open(place: Place, path: Path, keys: Keys | None) -> Found:
-    from ...artifacts.files.bundle_file import open_bundle  # here, as a process without a GPU opens none
+    from ...artifacts.bundle_file import open_bundle  # here, as a process without a GPU opens none
 
     try:
         if keys is None:
             return Found(place, path, open_bundle(path, later=not place.names(path)), None)
-        from ...artifacts.files import signature
+        from ...artifacts import signature
 
         bundle = open_bundle(path, later=True, signed=True)
         signature.check(bundle.path, bundle.digest, keys)
@@ -316,7 +315,7 @@ def _module(point: EntryPoint) -> str:
 
 
 def _holds(path: str, word: bytes) -> bool:
-    """Whether there is such a file, with this word in it; of one that is no file nothing is waited for.
+    """True if this is a regular file that contains the word. Opening a FIFO does not block.
 
     Raises
     ------

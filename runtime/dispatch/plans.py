@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import contextlib
 
-from ...artifacts.records.bundle import Way, planned
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Problem, RowOp, bucket_of
-from ...artifacts.records.target import LocalGpu
+from ...artifacts.records import DType, Fusion, LocalGpu, Problem, RowOp, Way, bucket_of, planned
 from ...artifacts.tuples import NamedTuple
-from ...kernels.contract.spec import code_of, takes_codes_of_x
-from ...kernels.hardware.arch import ARCHS, Feature
+from ...kernels.arch import ARCHS, Feature
 from ...kernels.registry import has_code
 from ...kernels.rowops import CODE_OPS, dtype_of
+from ...kernels.spec import code_of, takes_codes_of_x
 from . import rowops
 from .decide import Decision, settle
 from .ranking import Candidate, Match, in_order, why_not
@@ -114,9 +111,9 @@ def quantised_x(
 
 
 def always_quantises(snapshot: Snapshot, plain: Problem, local: LocalGpu) -> bool:
-    """Whether the batch-invariant mode quantises x of every call, where there is code for that; else of none.
+    """True if the batch-invariant mode quantises x in every call, False if in none.
 
-    If it is not asked to, it does so only where no kernel leaves x as it is: ``plain``.
+    It quantises if the mode says so (``quantize_x``), or if no kernel runs ``plain``, the problem with bf16 x.
     """
     asked = snapshot.invariance is not None and snapshot.invariance.quantize_x
     return asked or not snapshot.serves(plain, local)
@@ -151,7 +148,7 @@ def plain_of(problem: Problem) -> Problem:
 
 
 def never_on_load(problem: Problem) -> bool:
-    """Whether there is no code at all that gathers rows as it loads them: none of quantised weights does."""
+    """True if no kernel gathers rows as it loads them: for quantised weights none does."""
     return problem.dtype.quantised
 
 
@@ -163,9 +160,9 @@ def can_gather(snapshot: Snapshot, problem: Problem, local: LocalGpu, top_k: int
 
 
 def lacks_for_codes(snapshot: Snapshot, problem: Problem, local: LocalGpu, op: RowOp | None = None) -> str | None:
-    """The reason why no product here quantises x, in words; None if one does.
+    """Why no kernel on this GPU can run the problem with quantised x, in words; None if one can.
 
-    ``op`` is the row kernel that makes its codes, None for the one that quantises.
+    ``op`` is the row kernel that provides x's codes; None: the row kernel that quantises bf16 x.
     """
     target = ARCHS.get(local.sm)
     if target is not None and not has_code(problem.op, problem.dtype, local.sm, problem.layout):
@@ -188,7 +185,7 @@ def modelled_is_faster(
     """Whether quantised x is faster where the cost model chose both kernels."""
     if (coded.match, ran.match) != (Match.COST_MODEL, Match.COST_MODEL):
         return False
-    from ...kernels.hardware.chips import chip_named
+    from ...kernels.chips import chip_named
     from ...kernels.plans import quantised_is_faster  # here, as bundles have plans for what they were built for
 
     chip = chip_named(local.gpu.name)

@@ -33,23 +33,19 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
-from ...artifacts.records.bundle import Choice, PlanRow, Source, Variant
-from ...artifacts.records.problem import Fusion, Op, Problem
-from ...artifacts.records.target import Gpu, LocalGpu, gpus_apart
+from ...artifacts.records import Choice, Fusion, Gpu, LocalGpu, Op, PlanRow, Problem, Source, Variant, gpus_apart
 from ...artifacts.tuples import NamedTuple
-from ...kernels import registry
-from ...kernels.contract import launch_abi
-from ...kernels.contract.config import Config, Schedule, config_of
-from ...kernels.contract.spec import Spec, code_of, gemm_of
-from ...kernels.hardware import arch
+from ...kernels import arch, registry
+from ...kernels.entry import READS_ABI, torch_multiplies
+from ...kernels.spec import Config, Schedule, Spec, code_of, config_of, gemm_of
 from .. import verdicts
 from .places import Kind
 from .snapshot import Snapshot, Usable, View
 
 if TYPE_CHECKING:
-    from ...kernels.contract.order import Order
+    from ...kernels.chips import Chip
     from ...kernels.cost_model import Ranker
-    from ...kernels.hardware.chips import Chip
+    from ...kernels.entry import Order
     from .neighbours import Near, Neighbourhood
 
     _Fitting: TypeAlias = list[tuple[Usable, int, Variant]]
@@ -107,7 +103,7 @@ class Candidate(NamedTuple):
 
     @property
     def by_torch(self) -> str:
-        """That torch runs it, and why, in words."""
+        """The reason why torch runs the call, in words."""
         return f"torch's grouped_mm, measured faster: {self.torch_us:.1f} us against {self.time_us:.1f} us"
 
 
@@ -164,12 +160,12 @@ def chosen(
 
 
 def is_invariant(snapshot: Snapshot, problem: Problem) -> bool:
-    """Whether all calls of a problem are to sum in one order. dW sums over the rows of a batch: it can't."""
+    """True if all calls of a problem must sum in one order. Never for dW, which sums over the rows of a batch."""
     return snapshot.invariance is not None and problem.op is not Op.DW
 
 
 def in_order(snapshot: Snapshot, usable: Usable, variant: Variant, problem: Problem, local: LocalGpu) -> bool:
-    """Whether a variant that can run a problem may: always, or in the batch-invariant mode if it sums in the order."""
+    """True if the variant sums in the order that the batch-invariant mode prescribes; always True in other modes."""
     if not is_invariant(snapshot, problem):
         return True
     return summed(usable, variant, problem) == order_of(snapshot, problem, local)
@@ -219,15 +215,15 @@ def summed(usable: Usable, variant: Variant, problem: Problem) -> Order:
 
 
 def by_tile(variant: Variant) -> bool:
-    """Whether a launch has a program for each tile, those of rows that may be there included."""
+    """True if a launch has one program for each tile of all rows that the memory has room for."""
     config = config_of(variant.config)
     return config is not None and config.schedule is Schedule.TILE
 
 
 def idles(variant: Variant, problem: Problem, M: int, bucket: int) -> bool:
-    """Whether a launch for M rows would have many programs for tiles of rows that are there in no call of ``bucket``.
+    """True if a launch for M rows would have many programs without work, if only ``bucket`` rows come.
 
-    Such a call is one with ``expected_rows``: memory and grids are of all rows that there may be.
+    That is so in calls with ``expected_rows``: memory and grids have room for all M rows.
     """
     if bucket >= M or not by_tile(variant):
         return False
@@ -238,7 +234,7 @@ def idles(variant: Variant, problem: Problem, M: int, bucket: int) -> bool:
 
 def torch_runs(problem: Problem, sm: int) -> bool:
     """Whether torch's grouped_mm can compute a problem on a capability without a synchronisation."""
-    return arch.torch_groups(sm) and launch_abi.torch_multiplies(problem)
+    return arch.torch_groups(sm) and torch_multiplies(problem)
 
 
 class _RankedChoice(NamedTuple):
@@ -375,14 +371,14 @@ def _numbers(snapshot: Snapshot, fitting: _Fitting, measured: Neighbourhood) -> 
 
 
 def _is_able(variant: Variant, problem: Problem) -> bool:
-    """Whether a variant that can run small problems of this kind can run this one."""
+    """True if the variant supports this problem's number of experts and its sizes."""
     config = config_of(variant.config)
     return config is not None and variant.max_experts >= problem.E and not registry.beyond(problem, config)
 
 
 def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: bool) -> str | None:
     """Why this variant can't run the call, or None."""
-    first, last = launch_abi.READS_ABI
+    first, last = READS_ABI
     if not first <= variant.abi <= last:
         return f"its launch ABI is {variant.abi}, this version launches {first}-{last}"
     config = config_of(variant.config)
@@ -409,9 +405,9 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
     key = (id(view), problem.op, problem.dtype, problem.layout, problem.fusion, aligned, local)
     cached: _Ranked | None = snapshot.rankers.get(key)
     if cached is None:
-        from ...kernels.cost.resources import Resources
+        from ...kernels import chips
+        from ...kernels.cost import Resources
         from ...kernels.cost_model import Ranker  # here, as most calls are answered by a choice of a bundle
-        from ...kernels.hardware import chips
 
         kind = problem._replace(E=1, N=_SMALL, K=_SMALL)
         variants = [
@@ -429,12 +425,12 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
 
 
 def _fits(usable: Usable, variant: Variant) -> bool:
-    """Whether code is of those that are chosen among: candidates have all that was compiled."""
+    """True if a shipped candidate may be chosen: not if ``aot build`` rejects it, or if it needs measured times."""
     if usable.place.kind is not Kind.CANDIDATES:
         return True
     if Fusion.SILU in variant.fusion:  # it runs where times say so, and candidates have no times
         return False
-    from ...kernels.cost.resources import rejection  # here, as most processes have a bundle for all that they call
+    from ...kernels.cost import rejection  # here, as most processes have a bundle for all that they call
 
     return rejection(variant, arch.arch_of(usable.bundle.target.sm)) is None
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 
-from ...artifacts.records.bundle import Variant
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import RowOp
-from ...artifacts.records.target import LocalGpu
-from ...kernels.contract import launch_abi
-from ...kernels.hardware import arch
-from ...kernels.launchable import unlaunchable
-from ...kernels.registry import entry_named
+from ...artifacts.records import DType, LocalGpu, RowOp, Variant
+from ...kernels import arch
+from ...kernels.entry import READS_ABI
+from ...kernels.registry import entry_named, unlaunchable
 from ...kernels.rowops import RowOpSpec
 from .. import verdicts
 from .snapshot import Rejected, Snapshot, Usable
@@ -57,7 +53,7 @@ def _rank(usable: Usable, index: int, variant: Variant, local: LocalGpu) -> tupl
 
 
 def _runs(variant: Variant, local: LocalGpu, aligned: bool) -> bool:
-    first, last = launch_abi.READS_ABI
+    first, last = READS_ABI
     target = arch.ARCHS.get(local.sm)
     fits = target is None or variant.shared_bytes <= target.limits.shared_per_block_bytes
     could = first <= variant.abi <= last and (aligned or variant.alignment == 1) and fits and not unlaunchable(variant)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...artifacts.errors import BundleError, TargetMismatch
-from ...artifacts.names import printable
-from ...artifacts.records.problem import Fusion, Problem
+from ...artifacts.limits import printable
+from ...artifacts.records import Fusion, Problem
 from ...artifacts.tuples import NamedTuple
 from .. import hooks, verdicts
 from ..locks import lock
@@ -20,10 +20,9 @@ from ..settings import TRUSTED_KEYS, Invariance, Settings, settings
 from .places import Found, Kind, Place, candidates, installed_places, places, scan, unusable
 
 if TYPE_CHECKING:
-    from ...artifacts.files.bundle_file import BundleFile
-    from ...artifacts.files.signature import Keys
-    from ...artifacts.records.bundle import Choice, Variant
-    from ...artifacts.records.target import LocalGpu
+    from ...artifacts.bundle_file import BundleFile
+    from ...artifacts.records import Choice, LocalGpu, Variant
+    from ...artifacts.signature import Keys
     from ...kernels.rowops import RowOpSpec
 
 _log = logging.getLogger(__name__)
@@ -45,9 +44,9 @@ class Usable(NamedTuple):
 
     @property
     def speaks_of_others(self) -> bool:
-        """Whether it has a say in cells that it has no choice of: not if it was held against what ran before.
+        """True if its variants may run cells that it has no choice for: not if its build was compared with others.
 
-        An installed package's has: it was there before, whatever its build was held against.
+        Those are as fast in such cells. Installed packages' variants always may: they are those other bundles.
         """
         return self.place.kind is Kind.INSTALLED or not self.bundle.producer.held_against
 
@@ -119,7 +118,7 @@ class Snapshot:
         self._views: dict[Hashable, View] = {}
         self._variants: dict[Hashable, tuple[tuple[int, Variant], ...]] = {}
         self._choices: dict[tuple[bytes, Problem], tuple[Choice, ...]] = {}
-        self._rejected: dict[BundleFile, BundleError] = {}  # not by content: a copy of it may be whole
+        self._rejected: dict[BundleFile, BundleError] = {}  # by file, not by digest: another copy may be undamaged
         self.places = tuple(asked)
         self.decisions: dict[Any, Any] = {}
         self.logged: set[Hashable] = set()
@@ -258,11 +257,11 @@ class Snapshot:
         return None if any(file.bundle is bundle for file in self._made) else problem.transposed
 
     def having(self, problem: Problem, local: LocalGpu) -> list[Usable]:
-        """The bundles that have a variant of ``problem``'s kind; where none has, the candidates, if they have.
+        """The bundles that have a variant of ``problem``'s kind; if there are none, the shipped candidates that have.
 
-        Of those with an epilogue none is taken: it runs where times say so, and they have no times.
+        Never candidates for silu in the epilogue: it is used only if measured times say so, and they have none.
         """
-        while True:  # each turn drops a bundle
+        while True:  # ``Rejected`` has dropped a bundle: try the others
             with contextlib.suppress(Rejected):
                 bundles = [
                     usable
@@ -274,11 +273,11 @@ class Snapshot:
                 return bundles
 
     def serves(self, problem: Problem, local: LocalGpu) -> bool:
-        """Whether anything has a variant of ``problem``'s kind."""
+        """True if a bundle or the shipped candidates have a variant of ``problem``'s kind."""
         return bool(self.having(problem, local))
 
     def reconsider(self) -> None:
-        """Decide all anew: some code was found to be wrong on a GPU (``verdicts.py``). What is in use stays."""
+        """Decide again: a variant was wrong on a GPU (runtime/verdicts.py). Calls under way keep their kernels."""
         with lock("bundles"):
             self.rankers.clear()
             self.decisions.clear()
@@ -316,7 +315,7 @@ class Snapshot:
 
 
 def snapshot() -> Snapshot:
-    """The process's snapshot, or that of a block of ``hooks.within``, taken at first use."""
+    """The snapshot of the process, or of this ``hooks.within`` block; it is read at first use."""
     current: Snapshot = hooks.current()
     if current is None:
         with lock("snapshot"):
@@ -345,7 +344,7 @@ def take(read: Settings, without: Path | None = None) -> Snapshot:
     """A new snapshot of the places that ``read`` names, but for the file ``without``; its keys are read first."""
     keys = None
     if read.trusted_keys is not None:
-        from ...artifacts.files.signature import read_keys  # here, as most processes want no signature
+        from ...artifacts.signature import read_keys  # here, as most processes want no signature
 
         keys = read_keys(str(read.trusted_keys), f"{TRUSTED_KEYS}={read.trusted_keys}")
         for fault in keys.faults:

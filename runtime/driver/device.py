@@ -15,7 +15,7 @@ import torch
 from ...artifacts.errors import HostError
 
 if TYPE_CHECKING:
-    from ...artifacts.records.target import LocalGpu
+    from ...artifacts.records import LocalGpu
     from .counters import Counters
 
 # (size, strides, dtype) -> a new tensor
@@ -63,7 +63,7 @@ class Device:
         return self._gpu
 
     def _asked(self) -> LocalGpu:
-        from ...artifacts.records.target import Gpu, LocalGpu
+        from ...artifacts.records import Gpu, LocalGpu
 
         if not platform_supported():
             torch_properties = torch.cuda.get_device_properties(self.index)

@@ -14,16 +14,16 @@ from operator import itemgetter
 from typing import Any, TypeAlias
 
 from ...artifacts.errors import CudaError
-from ...artifacts.records.bundle import TensorMap, Variant
-from ...kernels.contract.entry import TensorShape
-from ...kernels.hardware.arch import probes_far
+from ...artifacts.records import TensorMap, Variant
+from ...kernels.arch import probes_far
+from ...kernels.entry import TensorShape
 from . import cuda
 from .device import device as device_of
 from .device import local_gpu
 
-MOST_PROGRAMS = 2**30  # so that a number of one that a program adds the number of all to is below 2^31
+MOST_PROGRAMS = 2**30  # program_id + num_programs must fit int32
 _MOST_BOUND = 256
-_MOST_SIZED = 1024  # of 0.5 KB
+_MOST_SIZED = 1024  # cached sizes, 0.5 KB each
 
 # As ``Memory``, with its two addresses as the driver's function takes them.
 _Block: TypeAlias = "tuple[bytearray, int, object, object, c_char]"
@@ -47,11 +47,11 @@ Words: TypeAlias = "tuple[tuple[str, str], ...]"  # (name, kind): ptr, i32, i64,
 # (memory to pack into, the offset in it, addresses of the launch configuration and of the pointers, what pins it all)
 Memory: TypeAlias = "tuple[bytearray, int, int, int, c_char]"
 
-_WORD_BYTES = 8  # of any word but a descriptor
+_WORD_BYTES = 8  # of each argument that is no descriptor
 _CODES = {"ptr": "Q", "i64": "q", "i32": "i4x"}
-_REST = f"{MAP_BYTES - _WORD_BYTES}s"  # of a descriptor, behind its address
+_REST = f"{MAP_BYTES - _WORD_BYTES}s"  # format of a descriptor's bytes after its first word, the address
 _PROGRAMS = "I28s"  # CUlaunchConfig up to its stream
-_STREAM = "Q16x"  # and the rest of it: no attributes
+_STREAM = "Q16x"  # the rest of CUlaunchConfig: a stream, no attributes
 _TAIL = struct.Struct("=6I4x")
 
 
@@ -141,9 +141,9 @@ def _word(number: int) -> bytes:
 
 @functools.cache
 def repeats_rows(device: int) -> bool:
-    """Whether the driver of ``cuda:device`` encodes rows with a stride of 0, each of which is the first one.
+    """True if the driver encodes a descriptor with a row stride of 0, so that all rows are the first one.
 
-    (Its documentation asks for a multiple of 16 below 2^40. Nothing is read of the memory that this names.)
+    CUDA's documentation asks for a multiple of 16 below 2^40. This encodes one for a made-up address; nothing reads it.
     """
     try:
         TensorMaps(TensorMap("x", 9, (16, 64), 3), device).encode((MAP_BYTES, 0, 0), (16, 64), (0,))
@@ -309,7 +309,7 @@ class Launcher:
         operands = [(name, kind) for name, kind in pointers if name not in added]
         numbers = [name for name, kind in kinds.items() if kind[0] == "i" and name not in {*fixed, *each}]
         described = {name: shapes[name] for name, kind in pointers if kind[0] == "d"}
-        # What describes an operand, by its place: its descriptors, sizes and strides, whether by rows, the rows' stride
+        # Place of an operand -> (its descriptors, and the first three fields of its ``TensorShape``).
         self._fills = {
             at: (TensorMaps(plan, function.device), *described[name][:3])
             for at, (name, _) in enumerate(operands)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.bundle import Variant
-from ...artifacts.records.problem import RowOp
+from ...artifacts.records import RowOp, Variant
 from ...kernels.rowops import Block, most_programs, programs, rows_at_once
 from . import cuda
 from .device import local_gpu

@@ -11,15 +11,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ...artifacts.bundle_file import BundleFile
 from ...artifacts.errors import BundleError, BundleUntrusted, CudaError, DriverTooOld, TargetMismatch
-from ...artifacts.files.bundle_file import BundleFile
-from ...artifacts.files.signature import Keys, key_id
-from ...artifacts.names import printable
-from ...artifacts.records.bundle import Variant
-from ...artifacts.records.target import LocalGpu, cuda_version
-from ...kernels.contract.launch_abi import READS_ABI
-from ...kernels.hardware import arch
-from ...kernels.launchable import unlaunchable
+from ...artifacts.limits import printable
+from ...artifacts.records import LocalGpu, Variant, cuda_version
+from ...artifacts.signature import Keys, key_id
+from ...kernels import arch
+from ...kernels.entry import READS_ABI
+from ...kernels.registry import unlaunchable
 from .. import settings, verdicts
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.places import REINSTALL, Found, Kind, Place, unusable

@@ -9,8 +9,8 @@ from importlib import metadata
 from typing import Any
 
 from ...artifacts.errors import BundleError, PretunedError
-from ...artifacts.names import printable
-from ...artifacts.records.target import LocalGpu
+from ...artifacts.limits import printable
+from ...artifacts.records import LocalGpu
 from ..dispatch import snapshot as dispatch_snapshot
 from .doctor import gpus_and_driver
 

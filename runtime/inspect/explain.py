@@ -8,17 +8,29 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...artifacts.errors import HostError, InputError, PretunedError
-from ...artifacts.records.bundle import Choice, Variant
-from ...artifacts.records.precision import PRECISIONS, DType, dtypes_of
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
-from ...artifacts.records.target import Gpu, LocalGpu, same_gpu
+from ...artifacts.records import (
+    PRECISIONS,
+    Choice,
+    DType,
+    Fusion,
+    Gpu,
+    Layout,
+    LocalGpu,
+    Op,
+    Problem,
+    RowOp,
+    Variant,
+    bucket_of,
+    dtypes_of,
+    same_gpu,
+)
 from ...artifacts.tuples import NamedTuple
+from ...kernels import arch, chips
 from ...kernels import plans as rule
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES
-from ...kernels.contract.spec import code_of, takes_codes_of_x
-from ...kernels.hardware import arch, chips
-from ...kernels.hardware.chips import chip_named
+from ...kernels.chips import chip_named
+from ...kernels.entry import ALIGNMENT_BYTES
 from ...kernels.rowops import CODE_OPS
+from ...kernels.spec import code_of, takes_codes_of_x
 from .. import settings, verdicts
 from ..check.call import MAX_RANK
 from ..dispatch import compiled, plans
@@ -35,7 +47,7 @@ from .query import as_read, assumed_top_k, but_for_y, check_numbers, of_numbers,
 if TYPE_CHECKING:
     import torch
 
-    from ...artifacts.records.target import LocalGpu
+    from ...artifacts.records import LocalGpu
     from ..dispatch.snapshot import Snapshot
     from ..weights.expert_weights import ExpertWeights
     from ..weights.quantized_rows import QuantizedRows
@@ -149,7 +161,7 @@ class _Kernels:
 def rows_first(
     snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, top_k: int, fusion: Fusion, aligned: bool
 ) -> Ruled | None:
-    """Whether rows are gathered first, as ``plans.rows_first`` decides; None if no choice is for the very cell."""
+    """The decision of ``plans.rows_first``, and its reason; None if no bundle has a choice for exactly this cell."""
     ran = plans.own(snapshot, problem, M, local, aligned)
     if ran is None:
         return None
@@ -162,7 +174,7 @@ def rows_first(
 
 
 def fused_silu(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, top_k: int, aligned: bool) -> Ruled:
-    """Whether silu is in the epilogue, as ``plans.fused_silu`` decides for ``problem``, which has ``Fusion.SILU``."""
+    """The decision of ``plans.fused_silu``, and its reason. ``problem`` has ``Fusion.SILU``."""
     plain = plans.plain_of(problem)
     if snapshot.invariance is not None:
         return Ruled(None, "in the batch-invariant mode h is rounded, as it is in a call with a gradient")
@@ -180,7 +192,7 @@ def fused_silu(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *,
 def quantised_x(
     snapshot: Snapshot, problem: Problem, other: DType, M: int, local: LocalGpu, *, top_k: int, aligned: bool
 ) -> Ruled:
-    """Whether x is quantised, as ``plans.quantised_x`` decides for ``problem``, which does so."""
+    """The decision of ``plans.quantised_x``, and its reason. ``other``: the dtype of ``problem`` with bf16 x."""
     if (lacking := plans.lacks_for_codes(snapshot, problem, local)) is not None:
         return Ruled(None, lacking)
     bucket, plain = bucket_of(M), problem._replace(dtype=other)
@@ -208,7 +220,7 @@ def quantised_x(
 def _always_or_never(
     snapshot: Snapshot, problem: Problem, plain: Problem, bucket: int, local: LocalGpu, aligned: bool
 ) -> Ruled:
-    """Whether x is quantised in the batch-invariant mode, whatever the number of rows."""
+    """The batch-invariant mode's decision on quantised x, for any number of rows."""
     if not plans.always_quantises(snapshot, plain, local):
         return Ruled(None, "in the batch-invariant mode x stays bf16 at any number of rows (quantize_x=False)")
     coded = settle(snapshot, problem, bucket, local, aligned, False)

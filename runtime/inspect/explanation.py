@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...artifacts.errors import TargetMismatch
-from ...artifacts.names import printable
-from ...artifacts.records.problem import Fusion, Problem, bucket_of
-from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.launch_abi import slow_rows
+from ...artifacts.limits import printable
+from ...artifacts.records import Fusion, LocalGpu, Problem, bucket_of
+from ...kernels.entry import slow_rows
 from ..dispatch.ranking import Candidate, Match, Origin
 from ..dispatch.snapshot import Skipped
 

@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
+from ...artifacts.bundle_file import BundleFile
 from ...artifacts.errors import BundleError, HostError, InputError, ProblemNotInBundle
-from ...artifacts.files.bundle_file import BundleFile
-from ...artifacts.names import PART
-from ...artifacts.records.bundle import Model
-from ...artifacts.records.precision import DType, dtypes_of
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, buckets_between
-from ...artifacts.records.target import LocalGpu
-from ...kernels.contract.launch_abi import has_aligned_rows
+from ...artifacts.limits import PART
+from ...artifacts.records import DType, Fusion, Layout, LocalGpu, Model, Op, Problem, RowOp, buckets_between, dtypes_of
+from ...kernels.entry import has_aligned_rows
 from ...kernels.rowops import WEIGHT_OPS, dtype_of
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.decide import forms_of
@@ -311,14 +308,14 @@ def _is_of(dtype: DType, weights: str | None) -> bool:
 def records_of(names: Sequence[str], view: View, weights: str | None = None) -> list[Model]:
     """The models of these names, with all their kinds of experts, in every sharding and dtype that the bundles have.
 
-    With ``weights`` in the dtypes of this format alone.
+    ``weights``: only the dtypes of this weight format.
 
     Raises
     ------
     InputError
-        for a name that no bundle knows, or has in no such format.
+        if no bundle has a name, or has it in that format.
     BundleCorrupt
-        for one that none knows, where a bundle's models are damaged.
+        if no bundle has a name, and the models of a bundle are damaged.
     """
     errors: list[BundleError] = []
     records = [model for usable in view.usable for model in _whole(usable.bundle.models, errors)]
@@ -396,7 +393,7 @@ def _rows(problem: Problem, tokens: range | None) -> tuple[int, int]:
 
 
 def _ends(tokens: range) -> tuple[int, int]:
-    """The least and the most tokens, of those above zero; (0, 0) for none."""
+    """(least, most) token counts above zero in the range; (0, 0) if there are none."""
     some = [count for count in (*tokens[:1], *tokens[-1:]) if count > 0]
     if len(some) == 1 and len(tokens) > 1:  # the range begins, or ends, at or below zero
         some.append(1)

@@ -23,17 +23,17 @@ from subprocess import DEVNULL
 from typing import Any
 
 from ...artifacts.errors import CudaError, HostError
-from ...artifacts.names import printable
-from ...artifacts.records.target import LocalGpu
+from ...artifacts.limits import printable
+from ...artifacts.records import LocalGpu
 from .. import verdicts
 from ..dispatch import snapshot as dispatch_snapshot
 from .doctor import Untested, gpus_and_driver, survey
 
 CHILD: tuple[str, ...] = (sys.executable, "-m", "pretuned.runtime.inspect.prover")
-SILENT_S = 300.0  # that a child may say nothing: it imports torch, its disk may be slow, and a hang takes 30 s
-_END_S = 10.0  # for it to end, once it is told to
-_MOST_LOST = 3  # variants in a row whose process ends in one way, by nothing that they did
-_MOST_REASONS = 10  # that are listed
+SILENT_S = 300.0  # longest silence of a child: it imports torch from a slow disk, and a hanging kernel takes 30 s
+_END_S = 10.0  # wait for the child to end after it was asked to
+_MOST_LOST = 3  # stop after so many variants in a row lose their process in one way: it is not the variants' fault
+_MOST_REASONS = 10  # failures listed in a report
 _MOST_WORDS = 1 << 16  # bytes of what a child prints that are read
 
 

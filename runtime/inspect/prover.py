@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
+from ...artifacts.bundle_file import BundleFile, open_bundle
 from ...artifacts.errors import BundleCorrupt
-from ...artifacts.files.bundle_file import BundleFile, open_bundle
 from ..driver.cuda import Unfinished, Unusable
 
 _MOST_CHARS = 4096  # of a reason

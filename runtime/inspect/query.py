@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from ...artifacts.errors import BundleError, InputError
 from ...artifacts.limits import MAX_DIM
-from ...artifacts.records.precision import PRECISIONS, DType, dtypes_of
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, has_aligned_rows
-from ...kernels.contract.spec import code_of
+from ...artifacts.records import PRECISIONS, DType, Fusion, Layout, Op, Problem, dtypes_of
+from ...kernels.entry import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.hopper_w4a16 import prepares
+from ...kernels.spec import code_of
 
 if TYPE_CHECKING:
     import torch
 
-    from ...artifacts.records.target import LocalGpu
+    from ...artifacts.records import LocalGpu
     from ..dispatch.snapshot import Snapshot
     from ..weights.expert_weights import ExpertWeights
 

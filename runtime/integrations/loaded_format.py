@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..artifacts.errors import InputError
-from ..artifacts.records.precision import PRECISIONS, DType, Scale, dtypes_of
+from ..artifacts.records import PRECISIONS, DType, Scale, dtypes_of
 from ..runtime.api.expert_weights import ExpertWeights
 from ..runtime.weights.codes import unpack
 from ..runtime.weights.packings import awq_experts, gptq_experts, packed_experts
@@ -75,7 +75,7 @@ class LoadedFormat:
 
     @property
     def derived(self) -> tuple[str, ...]:
-        """Name ends of the parameters that ``weights`` converts: zero points, and scales of matrices."""
+        """The name ends of parameters that ``weights`` copies: zero points, and scales of whole matrices."""
         return self.ends[1:] if self.name == "fp8_channel" else self.ends[2:]
 
     def weights(self, *tensors: torch.Tensor) -> ExpertWeights:

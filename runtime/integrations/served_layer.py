@@ -9,10 +9,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..artifacts.errors import InputError
-from ..artifacts.records.precision import DType, dtypes_of
-from ..artifacts.records.problem import Layout, Op, Problem, buckets_between
-from ..artifacts.records.target import LocalGpu
-from ..kernels.hardware.arch import refusal
+from ..artifacts.records import DType, Layout, LocalGpu, Op, Problem, buckets_between, dtypes_of
+from ..kernels.arch import refusal
 from ..kernels.hopper_w4a16 import padded_width
 from ..kernels.registry import has_code
 from ..kernels.rowops import CODE_OPS
@@ -30,14 +28,14 @@ from ..runtime.weights.padding import padded
 if TYPE_CHECKING:
     import torch
 
-_ROWS = 1 << 16  # more rows than that take what the most that were measured do
-_NEAR = 2  # what was measured at so many times the rows, or at that part of them, holds for these
+_ROWS = 1 << 16  # the most rows to check: more rows use the choice for this many
+_NEAR = 2  # a time measured at up to twice, or down to half, the rows counts for these rows
 
 
 def expected_rows(tokens: int, top_k: int, here: int, experts: int, shared: int = 0) -> int | None:
-    """How many slots of so many tokens choose an expert of this rank, if all are chosen alike; None if all are here.
+    """The expected number of (token, slot) pairs for this rank's experts, all equally likely; None if all are here.
 
-    This rank has ``here`` of ``experts``; ``shared`` of both are on each rank, and every token chooses them.
+    This rank has ``here`` of ``experts``. ``shared`` of them are on every rank, and every token chooses them.
     """
     own, total = here - shared, experts - shared
     return tokens * shared + tokens * (top_k - shared) * own // total if 0 < own < total else None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...artifacts.records.problem import Fusion, Problem
+from ...artifacts.records import Fusion, Problem
 from ...kernels.rowops import BY_TOKEN, NOTED_ROWS, NOTES, by_token
 from ..driver.device import allocator, local_gpu
 from .program import Step

@@ -1,6 +1,6 @@
 """From a loaded variant of a product to its launcher: the numbers that all of its launches have, and its programs.
 
-``driver/launcher.py`` makes the launcher of what the kernel's entry declares (kernels/contract).
+``driver/launcher.py`` makes the launcher of what the kernel's entry declares (kernels/entry.py).
 """
 
 from __future__ import annotations
@@ -8,14 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...artifacts.errors import BundleCorrupt, InputError
-from ...artifacts.records.bundle import Variant
-from ...artifacts.records.problem import Fusion, Op, RowOp
+from ...artifacts.records import Fusion, Op, RowOp, Variant
 from ...artifacts.tuples import NamedTuple
-from ...kernels.contract.config import Config, Schedule
-from ...kernels.contract.launch_abi import CLEARER_ROWS, FLAGS, RAGGED_SIZES, ZERO_TAIL
-from ...kernels.contract.spec import Spec, w_kn
-from ...kernels.launchable import unlaunchable
-from ...kernels.registry import clears, gemm_entry, limits_of, too_large, transposed, weight_tiles
+from ...kernels.entry import CLEARER_ROWS, FLAGS, RAGGED_SIZES, ZERO_TAIL
+from ...kernels.registry import clears, gemm_entry, limits_of, too_large, transposed, unlaunchable, weight_tiles
+from ...kernels.spec import Config, Schedule, Spec, w_kn
 from ..check.tensors import address_of
 from ..driver import cuda
 from ..driver.launcher import Grid, ProductLauncher

@@ -6,14 +6,12 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ...artifacts.bundle_file import BundleFile
 from ...artifacts.errors import BundleError, DriverTooOld
-from ...artifacts.files.bundle_file import BundleFile
-from ...artifacts.format.wire import corrupt
-from ...artifacts.records.bundle import Variant
-from ...artifacts.records.problem import Problem, RowOp
-from ...artifacts.records.target import Gpu, LocalGpu, cuda_version
-from ...kernels.hardware.arch import ARCHS, arch_of
-from ...kernels.launchable import undeclared
+from ...artifacts.records import Gpu, LocalGpu, Problem, RowOp, Variant, cuda_version
+from ...artifacts.wire import corrupt
+from ...kernels.arch import ARCHS, arch_of
+from ...kernels.registry import undeclared
 from .. import verdicts
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.decide import Miss, decide
@@ -116,14 +114,14 @@ def standing(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) 
 
 
 def stands(bundle: BundleFile, index: int, kernel: LoadedKernel, local: LocalGpu) -> bool | None:
-    """Whether a loaded variant may be used: it was judged on this capability or is proven, now if need be.
+    """True if a variant may be used: it was measured on this capability, or passes its self-test, run now if necessary.
 
-    False where it is wrong or could not be tested, None where that can't be told in a graph capture.
+    False if it is wrong or can't be tested; None during a graph capture, where no test can run.
 
     Raises
     ------
     CudaError
-        where the trial left the GPU unusable to this process. The next process leaves that variant out.
+        if the test made the GPU unusable in this process. The next process skips that variant.
     torch.cuda.OutOfMemoryError, OutOfMemory
         where the GPU has no room for the trial. The next call tests it again.
     """

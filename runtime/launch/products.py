@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...artifacts.records.problem import Fusion, Layout
+from ...artifacts.records import Fusion, Layout
 from ...artifacts.tuples import NamedTuple
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, is_aligned
+from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
 from ..check.tensors import row_stride
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import local_gpu, platform_supported
@@ -34,7 +34,7 @@ from .ready import (
 )
 
 if TYPE_CHECKING:
-    from ...kernels.contract.activations import Activation
+    from ...kernels.activations import Activation
     from ..check.call import Rows
     from ..dispatch.pin import Pin
     from ..dispatch.snapshot import Usable
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..weights.expert_weights import ExpertWeights
 
 _GATHERED = "rows"  # the operand that rows are gathered into
-_CODES = "codes"  # and the one that they are quantised into
+_CODES = "codes"  # the operand that they are quantised into
 
 
 class Scratch(NamedTuple):
@@ -296,10 +296,10 @@ def _row_step(
     words: tuple[int, int, int | None],
     behind: Behind = (),
 ) -> Step:
-    """The launch of a product of rows.
+    """The launch of a forward or dX.
 
-    ``operands`` names those that stand for the kernel's x and others; ``words`` are the strides of x's and y's rows,
-    and where indices end, None of a product with nothing fused; ``behind`` is as ``Launcher.bind`` has it.
+    ``operands`` maps the kernel's names to the program's operands. ``words`` is (row stride of x, row stride of y,
+    index_end), the last None if no fusion reads the index. ``behind``: see ``Launcher.bind``.
     """
     stride_x, stride_y, end = words
     if not isinstance(call.w, torch.Tensor) and ready.launcher.plain_scales:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from ...artifacts.tuples import NamedTuple
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES
+from ...kernels.entry import ALIGNMENT_BYTES
 from .. import hooks
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import allocator, capturing, current_stream, device_is_current, only_device, without_autocast
@@ -32,9 +32,9 @@ stream_of = current_stream
 Given: TypeAlias = "Sequence[torch.Tensor | None]"
 Results: TypeAlias = "Sequence[torch.Tensor | None]"
 
-MOST_PLANS = 4096  # of some 2 KB, a layer's with its gradient 17 KB, with adapters 33 KB
+MOST_PLANS = 4096  # plans, of about 2 KB; a layer's with its gradient has 17 KB, with adapters 33 KB
 KINDS = (torch.bfloat16, torch.float16)  # not float32: tf32 and autocast change what a layer or a gradient does
-MOST_ROWS = 1 << 29  # of a plan for any number of rows: all of a bucket fit int32
+MOST_ROWS = 1 << 29  # rows of a plan for any M: all row numbers of a bucket fit int32
 LOW = ALIGNMENT_BYTES - 1
 
 Guard: TypeAlias = Callable[..., bool]
@@ -48,7 +48,7 @@ def replays(dtype: torch.dtype) -> bool:
 
 
 class Step(NamedTuple):
-    """One launch, all but its addresses and its rows in readiness.
+    """One launch, prepared except for its addresses and its number of rows.
 
     ``run(M, stream, *addresses)`` launches it for M sorted rows; ``operands`` names what begins at these addresses, 0
     stands for none. ``name`` is what people are told. Without ``scales`` it has sizes beside M of the call that it was

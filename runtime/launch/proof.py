@@ -18,11 +18,10 @@ import time
 
 import torch
 
+from ...artifacts.bundle_file import BundleFile
 from ...artifacts.errors import CudaError
-from ...artifacts.files.bundle_file import BundleFile
-from ...artifacts.names import printable
-from ...artifacts.records.bundle import Variant
-from ...artifacts.records.target import LocalGpu, cuda_version
+from ...artifacts.limits import printable
+from ...artifacts.records import LocalGpu, Variant, cuda_version
 from .. import verdicts
 from ..driver import cuda
 from ..driver.cuda import Unfinished
@@ -109,7 +108,7 @@ def tried(kernel: gemm.LoadedKernel) -> str | None:
             with trial_place(kernel.function.device) as here:
                 try:
                     here.wait()
-                except Exception as error:  # not this code's doing
+                except Exception as error:  # an earlier launch's error, not the tested kernel's
                     raise cuda.Unusable(f"the GPU can't be used: {first_line(error)}") from error
                 outcome.append(_tried(kernel, here))
         except BaseException as error:

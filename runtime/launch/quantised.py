@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
-from ...kernels.contract.activations import Activation
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, is_aligned
+from ...artifacts.records import DType, Fusion, Layout, Op, Problem, RowOp
+from ...kernels.activations import Activation
+from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
 from ...kernels.hopper_w4a16 import prepares
 from ...kernels.rowops import ANY_ROWS, CODE_OPS, PICKED
 from ..check.tensors import address_of, row_stride
@@ -187,7 +186,7 @@ def _no_codes(why: str) -> InputError:
 
 
 def wants_order(w: ExpertWeights, device: int) -> bool:
-    """Whether there is a forward on ``cuda:device`` for such weights once prepared: ``ExpertWeights.prepare``."""
+    """True if ``cuda:device`` has a forward kernel for these weights after ``ExpertWeights.prepare``."""
     if not w.kernel_dtypes:
         return False
     (E, N, K), local = w.shape, local_gpu(device)
@@ -197,13 +196,13 @@ def wants_order(w: ExpertWeights, device: int) -> bool:
 
 
 def problems_of(w: ExpertWeights, x: torch.Tensor, forward: Fusion, dx: Fusion) -> tuple[Problem, ...]:
-    """The problems that a forward with w and its dX look up on x's GPU, in every dtype that there is code for there.
+    """The problems of a forward with w and of its dX, in every dtype for which x's GPU has a kernel.
 
-    Before a forward with prepared weights rows are gathered.
+    With prepared weights the forward's problem has no gather: a row kernel gathers before it.
     """
-    from ...kernels.contract.spec import Spec, code_of
     from ...kernels.registry import refusal  # here, as only tuning asks
     from ...kernels.search import candidates
+    from ...kernels.spec import Spec, code_of
 
     if not w.kernel_dtypes or x.dtype is not torch.bfloat16:
         return ()
@@ -225,7 +224,7 @@ def problems_of(w: ExpertWeights, x: torch.Tensor, forward: Fusion, dx: Fusion) 
 
 
 def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
-    """A portable kernel, for codes in the layout that they have; it gathers rows itself."""
+    """A portable kernel for codes in their present layout; it gathers rows itself."""
     x, m_sizes, fusion, (E, N, K), device = call.x, call.m_sizes, call.fusion, w.shape, call.x.get_device()
     size, layout = x.element_size(), Layout.NK if w.is_prepared else Layout.STORED
     lengths = (row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), N, K)
@@ -353,9 +352,9 @@ def _verdicts_kernel(
 
 
 def bytes_of_row(K: int) -> int:
-    """Of the memory of M rows of codes, and then of their scales.
+    """Bytes for each of M rows of e4m3 codes and, behind all codes, their fp32 scales.
 
-    Those take a row of whole fours for each 128 of K, or with a scale a row less.
+    Scales are padded to rows of four for each 128 of K, so K / 8 bytes are room enough; one scale a row takes less.
     """
     return K + K // 8
 
@@ -365,10 +364,9 @@ def quantize_step(
 ) -> Step:
     """codes[i], scale[:, i] = quantised x[i], or with ``top_k`` x[index[i] // top_k], of dense x [T, columns].
 
-    The codes are e4m3 [M, columns], and the scales right behind them (``bytes_of_row``), fp32 [columns / 128, M], or
-    with one a row [M], which is then ``scale[i]``.
-    ``used`` is as ``rowops.used`` has it of the bounds that the step is given; ``index`` names the operand that is
-    read, each entry within [0, T * top_k).
+    The codes are e4m3 [M, columns]. Behind them (``bytes_of_row``) are the scales, fp32 [columns / 128, M], or [M] with
+    one scale a row. ``used``: ``rowops.used`` of the step's bounds. ``index`` names the operand of indices, each in
+    [0, T * top_k).
     """
     columns, (behind, flags) = x.shape[1], used
     picked = f", {top_k} of each" if top_k else ""
@@ -394,7 +392,7 @@ def order_step(
     used: tuple[int, int],
     index: str,
 ) -> Step:
-    """``quantize_step`` of x that arrives as codes [T, columns], dense, with scale of any strides.
+    """``quantize_step`` for x that arrives as dense codes [T, columns] with ``scale``, whose strides are free.
 
     ``scale`` is [T, groups], or [E, T / E, groups].
     """

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
+from ...artifacts.records import DType, Fusion, Layout, Op, Problem, RowOp, bucket_of
 from ...artifacts.tuples import NamedTuple
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, TORCH_GROUPS, is_aligned
+from ...kernels.entry import ALIGNMENT_BYTES, TORCH_GROUPS, is_aligned
 from .. import hooks, settings
 from ..check.tensors import DTYPES, check_cuda_dtype, row_stride
 from ..dispatch import snapshot as dispatch_snapshot
@@ -112,7 +111,7 @@ def ready_for(call: Rows, y: torch.Tensor | None) -> Ready | None:
 
 
 def may_clear(call: Rows, y: torch.Tensor) -> tuple[bool, bool]:
-    """Whether code of one tile a program, and specialised code, is to clear the rows of y that no row goes to."""
+    """Whether the GEMM itself clears rows of y that no index names: (one tile a program, warp-specialised) kernels."""
     rows, M, (_E, N, K) = y.shape[0], call.M, call.sizes
     if not call.scatter or call.index_end(rows) != rows:
         return False, False
@@ -164,7 +163,7 @@ def ready_for_gated(call: Rows) -> Ready | None:
 
 
 def may_add_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether code that adds a low-rank part takes such a call, its operands in bf16 and rows of 16 bytes."""
+    """True if a kernel that adds a low-rank part can run the call: bf16 operands, rows of whole 16 bytes."""
     moves = call.scatter or call.row_weights is not None or call.spares_rows
     dense = isinstance(call.w, torch.Tensor)
     biased = dense and call.bias is not None and not call.gather_divisor  # code that gathers nothing reads no bias
@@ -270,7 +269,7 @@ def ready_for_weight(
 
 def of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Ready:
     """A kernel for a product of rows, whose w may be quantised."""
-    from ...kernels.contract.spec import gemm_of
+    from ...kernels.spec import gemm_of
     from . import gemm
 
     view = gemm_of(problem)
@@ -329,7 +328,7 @@ def kernel_of_rows(problem: Problem, call: Rows, device: int, *, aligned: bool) 
 
 
 def _idles(kernel: LoadedKernel, problem: Problem, call: Rows) -> bool:
-    """Whether a launch would have many programs for tiles of rows that are not expected."""
+    """True if a launch would have many programs without work, if only the expected rows come."""
     if call.spread == 1:
         return False
     from ..dispatch.ranking import idles  # here, as few calls say what they expect
@@ -375,7 +374,7 @@ def kernel_for(problem: Problem, M: int, device: int, *, aligned: bool, pin: Pin
 
 
 def is_by_torch(problem: Problem, M: int, device: int) -> bool:
-    """Whether what dispatch decides for a product on aligned tensors is that torch's grouped_mm runs it."""
+    """True if dispatch selects torch's grouped_mm for a product on aligned tensors."""
     from ..dispatch.decide import Decision, decide
 
     strict, local = settings.settings().strict, local_gpu(device)
@@ -385,7 +384,7 @@ def is_by_torch(problem: Problem, M: int, device: int) -> bool:
 
 def grouped_mm(dtype: torch.dtype, sm: int, E: int) -> Callable[..., torch.Tensor] | None:
     """torch's own grouped GEMM, where it does not synchronise: bf16 on 9.x and 10.x, aligned; else None."""
-    from ...kernels.hardware.arch import torch_groups  # here, as few calls need it
+    from ...kernels.arch import torch_groups  # here, as few calls need it
 
     if dtype is not torch.bfloat16 or not torch_groups(sm) or E > TORCH_GROUPS:
         return None
@@ -427,7 +426,7 @@ def problem_of(
 
     ``quantised`` is what kernels read of quantised weights.
     """
-    from ...kernels.contract.spec import code_of
+    from ...kernels.spec import code_of
 
     code = code_of(op, fusion)
     if quantised is not None:
@@ -441,7 +440,7 @@ def problem_of(
 
 
 def rows_aligned(call: Rows, y: torch.Tensor) -> bool:
-    """Whether all that this product reads and stores is aligned, and w's rows and experts don't overlap."""
+    """True if all operands are aligned to 16 bytes, and w's rows and experts don't overlap."""
     return _aligned(call, y.data_ptr(), y.shape[1], row_stride(y, y.shape[1]))
 
 

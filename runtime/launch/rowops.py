@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import RowOp
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, is_aligned
+from ...artifacts.records import DType, RowOp
+from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
 from ...kernels.rowops import NARROW, USED, WEIGHTED
 from ..check import tensors as check_tensors
 from ..check.tensors import DTYPES
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from ..dispatch.snapshot import Snapshot, Usable
     from .gemm import LoadedKernel
 
-_COUNT_BYTES = 4  # of an entry of bounds
+_COUNT_BYTES = 4  # bytes of an int32 in ``bounds``
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ def for_rows(
 
 
 def used(bounds: torch.Tensor | None) -> tuple[int, int]:
-    """How many bytes into bounds the number of rows that belong to an expert stands, its last; and the flag for it."""
+    """(byte offset of the last entry of ``bounds``, the number of rows that belong to an expert; the flag USED)."""
     return (0, 0) if bounds is None else (_COUNT_BYTES * (bounds.shape[0] - 1), USED)
 
 

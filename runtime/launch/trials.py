@@ -15,14 +15,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...artifacts.records.bundle import Variant
-from ...artifacts.records.precision import PRECISIONS, DType, Scale, dtypes_of
-from ...artifacts.records.problem import Fusion, Layout, Op, RowOp
+from ...artifacts.records import PRECISIONS, DType, Fusion, Layout, Op, RowOp, Scale, Variant, dtypes_of
 from ...artifacts.tuples import NamedTuple
 from ...kernels import reference, rowops
-from ...kernels.contract.activations import KINDS, Activation
-from ...kernels.contract.spec import takes_codes_of_x
+from ...kernels.activations import KINDS, Activation
 from ...kernels.hopper_w8a8_block import scale_columns
+from ...kernels.spec import takes_codes_of_x
 from ..driver import cuda
 from ..driver.cuda import Unfinished
 from ..driver.rowops import RowOpLauncher

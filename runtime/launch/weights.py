@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import RowOp
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, is_aligned
+from ...artifacts.records import DType, RowOp
+from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
 from ...kernels.rowops import BACK, FP16_WEIGHTS, FP32_WEIGHTS, PREPARED, RowOpSpec, dtype_of, tiles
 from ..driver.device import current_stream, on
 from ..weights import writing
@@ -124,7 +123,7 @@ def _move(launch: RowOpLauncher, spec: RowOpSpec, codes: torch.Tensor, to: torch
 
 
 def _fits(w: torch.Tensor, *, rows: bool, of_codes: bool) -> bool:
-    """Whether kernels take w; with ``rows`` N is to be of whole 64s, with ``of_codes`` K."""
+    """True if the row kernels support w. With ``rows`` N must be a multiple of 64, with ``of_codes`` K."""
     _, N, K = w.shape
     whole = K % (_BLOCK if of_codes else _STEP) == 0 and (not rows or N % _BLOCK == 0)
     strides = all(step % _STEP == 0 and 0 <= step <= _MOST for step in w.stride()[:2])
@@ -133,12 +132,12 @@ def _fits(w: torch.Tensor, *, rows: bool, of_codes: bool) -> bool:
 
 
 def _are_scales(format: str, scale: torch.Tensor) -> bool:
-    """Whether scales are of the dtype that kernels write: int4's may be of others."""
+    """True if scales have the dtype that the row kernels write: only bf16 for int4."""
     return not format.startswith("int4") or scale.dtype is torch.bfloat16
 
 
 def _addresses(of: Quantised) -> dict[str, int]:
-    """Where the tensors of weights begin, by the kernels' names."""
+    """The addresses of quantised weights' tensors, by the row kernels' argument names."""
     names = ("words", "scales", "zeros", "outer")
     return {name: tensor.data_ptr() for name, tensor in zip(names, of, strict=True) if tensor is not None}
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.problem import RowOp
+from ...artifacts.records import RowOp
 from ...artifacts.tuples import NamedTuple
 from ...kernels import reference, rowops
-from ...kernels.contract.activations import KINDS, Activation, activation_of
+from ...kernels.activations import KINDS, Activation, activation_of
 from ..check import tensors
 from ..check.saved import Saved
 from ..driver.device import on

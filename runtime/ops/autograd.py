@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.function import once_differentiable
 
-from ...artifacts.records.problem import Layout
+from ...artifacts.records import Layout
 from ...artifacts.tuples import NamedTuple
 from .. import hooks
 from ..check.call import Call, Form, Fusions

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from ...artifacts.records.problem import Op
+from ...artifacts.records import Op
 from ...artifacts.tuples import NamedTuple
 from ..check.call import Call, Rows, flat, wide_of
 from ..check.tensors import rows_usable
@@ -276,7 +276,7 @@ def _gathered(tensor: torch.Tensor, index: torch.Tensor | None, index_end: int, 
     if not tensor.shape[0]:
         return tensor.new_zeros((index.shape[0], tensor.shape[1]))
     inside = (index >= 0) & (index < index_end)
-    if divisor > 1:  # each row is read several times: a row of zeros costs less than a mask over the result
+    if divisor > 1:  # rows are read several times: index a row of zeros, as masking the larger result takes longer
         tensor = torch.cat([tensor, tensor.new_zeros(1, tensor.shape[1])])
         return tensor.index_select(0, torch.where(inside, index.long() // divisor, tensor.shape[0] - 1))
     return tensor.index_select(0, torch.where(inside, index.long(), 0)).masked_fill_(~inside[:, None], 0)

@@ -27,9 +27,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...artifacts.records.problem import Layout, Op
+from ...artifacts.records import Layout, Op
 from ...artifacts.tuples import NamedTuple
-from ...kernels.contract.activations import Activation
+from ...kernels.activations import Activation
 from ..check.call import Rows, flat, wide_of
 from ..check.saved import FLOATS, Frozen, Saved
 from ..check.tensors import in_memory

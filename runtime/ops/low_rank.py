@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ...artifacts.records.problem import Layout, Op
+from ...artifacts.records import Layout, Op
 from ...artifacts.tuples import NamedTuple
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES
+from ...kernels.entry import ALIGNMENT_BYTES
 from ..check.call import Rows
 from ..launch.program import NOW, Now
 from .products import new_rows, rows, with_low_part
@@ -44,12 +44,12 @@ class LowRankGradients(NamedTuple):
 
 
 def as_used(lora: Any, dtype: torch.dtype, E: int) -> LowRank:
-    """An adapter (``api.lora.Lora``) as products take it: a plan looks at these tensors itself.
+    """An adapter (``api.lora.Lora``) in the dtype and layout that products read.
 
     Raises
     ------
     ValueError
-        where A and B have not one rank: padded, they might.
+        if A and B have different ranks, which padding would hide.
     """
     if lora.A.shape[1] != lora.B.shape[2]:
         raise ValueError("A and B are of different ranks")
@@ -57,11 +57,11 @@ def as_used(lora: Any, dtype: torch.dtype, E: int) -> LowRank:
 
 
 def as_read(matrix: torch.Tensor, dtype: torch.dtype, E: int, of_r: int) -> torch.Tensor:
-    """A or B of E experts in a dtype, its rows contiguous; one matrix stands for all.
+    """A or B of E experts in ``dtype``, with contiguous rows; a single matrix is expanded to all experts.
 
-    Dimension ``of_r`` is made whole 16 bytes by zeros, which change no product: kernels want rows of as many.
+    Dimension ``of_r`` is padded with zeros to whole 16 bytes, as kernels read rows. Zeros change no product.
     """
-    # (Each look spares a view, and its node in the gradient's graph.)
+    # (Each check avoids a view, which autograd would record.)
     if matrix.dtype is not dtype:
         matrix = matrix.to(dtype, memory_format=torch.contiguous_format)  # one copy, of PEFT's order of elements too
     if more := -matrix.shape[of_r] % (ALIGNMENT_BYTES // dtype.itemsize):
@@ -102,13 +102,13 @@ def product(
     y: torch.Tensor | None = None,
     many: int | None = None,
 ) -> torch.Tensor:
-    """The product, and of the forward u @ B.T beside it, of dX v @ A; ``narrow`` [M, r] is u or v.
+    """The product plus its low-rank part: u @ B.T in the forward, v @ A in dX. ``narrow`` [M, r] is u or v.
 
-    By one kernel, which has these columns in its reduction; where there is no such code they are a product of their
-    own, which is added. It goes into ``y``, where that is given, and else into new memory of ``many`` rows, or of M.
+    One kernel computes both, with r more columns in its reduction. If there is none, the low-rank part is a product of
+    its own, which is added. The result is written to ``y``, or to new memory of ``many`` rows (default M).
     """
     many = call.M if many is None else many
-    keeps = y is not None and not call.loose  # what stands in rows that nothing is stored to
+    keeps = y is not None and not call.loose  # rows of y that no row is stored to keep their contents
     if adapter is None or narrow is None:
         return new_rows(call, many, do) if y is None else rows(call, y, do)
     y = do.new(call.x, (many, call.columns), per=int(many == call.M)) if y is None else y

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Layout, Op, RowOp
+from ...artifacts.records import DType, Layout, Op, RowOp
 from ...artifacts.tuples import NamedTuple
 from ..check import tensors
 from ..check.call import Rows

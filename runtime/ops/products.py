@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...artifacts.errors import ProblemNotInBundle
-from ...artifacts.records.problem import Layout
+from ...artifacts.records import Layout
 from ..check import tensors
 from ..check.call import LowPart, Rows
 from ..check.tensors import rows_usable

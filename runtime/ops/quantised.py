@@ -12,7 +12,7 @@ import logging
 import torch
 
 from ...artifacts.errors import ProblemNotInBundle
-from ...artifacts.records.problem import Op
+from ...artifacts.records import Op
 from .. import settings
 from ..check.call import Rows
 from ..weights.dequantised import Dequantised

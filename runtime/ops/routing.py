@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import RowOp
+from ...artifacts.records import DType, RowOp
 from ...artifacts.tuples import NamedTuple
 from ...kernels.rowops import ADDS, COUNTS, PLACES, SORTED_EXPERTS
 from ..check import tensors

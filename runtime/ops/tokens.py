@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...artifacts.records.problem import RowOp
+from ...artifacts.records import RowOp
 from ...kernels.rowops import BIASED
 from ..driver.device import on
 from ..launch import gather as launch_gather

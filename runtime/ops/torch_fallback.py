@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from ...artifacts.errors import ProblemNotInBundle
-from ...artifacts.records.problem import Layout
+from ...artifacts.records import Layout
 from ...kernels import reference
 from ..driver import cuda
 from ..launch.ready import grouped_mm

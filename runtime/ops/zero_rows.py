@@ -1,19 +1,18 @@
-"""Rows of a result that nothing is stored to, set to zero: by a bundle's kernel they alone, by torch all of them."""
+"""Set the rows of a result that nothing was stored to to zero, by a bundle's kernel; torch clears the whole result."""
 
 from __future__ import annotations
 
 import torch
 
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import RowOp
-from ...kernels.contract.launch_abi import ALIGNMENT_BYTES, is_aligned
+from ...artifacts.records import DType, RowOp
+from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
 from ...kernels.rowops import CLEARED_ROWS, NAMES
 from ..driver.device import current_stream, on
 from ..launch import rowops
 
 _WORD_BYTES = 4
 _MOST_ROWS = 2**30  # the kernel counts in int32
-# Of a result: on an H200 to look which rows are named takes as long as to clear so much (9.4 us, Mixtral at 1024 tokens
+# Bytes: finding the unnamed rows takes as long as clearing so much (9.4 us on an H200, Mixtral at 1024 tokens
 # in benchmarks/results/passes-h200.json).
 LEAST_BYTES = 16 << 20
 
@@ -21,8 +20,8 @@ LEAST_BYTES = 16 << 20
 def clear(y: torch.Tensor, index: torch.Tensor, m_sizes: torch.Tensor, index_end: int | None = None) -> torch.Tensor:
     """y[r] = 0, on a GPU, for each r that is no index[i] with i < M and i < sum(m_sizes), index[i] in [0, index_end).
 
-    ``index`` [M] int32 or int64; without ``index_end`` each row of y has its index. Other rows may become zero, too: in
-    small results, and in such as no kernel clears.
+    ``index`` [M] int32 or int64; without ``index_end`` each row of y has its index. All rows become zero if the
+    result is small, or if no kernel can clear it.
     """
     (rows, columns), M = y.shape, index.shape[0]
     index_end = rows if index_end is None else index_end
@@ -60,7 +59,7 @@ def clear_tail(y: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
     """y[r] = 0, on a GPU, for each row r from ``used``, an int32 [1], on. y is dense."""
     rows, columns = y.shape
     row_bytes, device = columns * y.element_size(), y.get_device()
-    there = torch.arange(rows, dtype=torch.int32, device=y.device) < used  # a byte each, as the kernel reads them
+    there = torch.arange(rows, dtype=torch.int32, device=y.device) < used  # bool: one byte a row
     aligned = rows <= _MOST_ROWS and y.is_contiguous() and is_aligned(ALIGNMENT_BYTES, row_bytes, y.data_ptr())
     launch = rowops.launcher(RowOp.CLEAR, DType.FP32, device, aligned=True) if aligned else None
     if launch is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...artifacts.names import printable
+from ...artifacts.limits import printable
 from ...artifacts.tuples import NamedTuple
 from . import packings, quantization
 from .codes import Quantised, cat
@@ -45,13 +45,13 @@ _ALIASES = {
 }
 _LONGEST_NAME = 1000  # characters
 _IGNORED = ("bias", "input_scale", "input_global_scale")  # scales of x are made in the call
-_EMPTY = ("qzeros", "g_idx", "weight_zero_point", "weight_g_idx")  # an empty one is as good as none
-_MULTIPLIES = ("pre_quant_scale", "w_bf16_to_fp8_scale")  # what no format here has: x or w times more than its scales
+_EMPTY = ("qzeros", "g_idx", "weight_zero_point", "weight_g_idx")  # ignored if empty
+_MULTIPLIES = ("pre_quant_scale", "w_bf16_to_fp8_scale")  # tensors that scale x or w once more: no format here has them
 _BLOCKS = ([packings.BLOCK] * 2, (packings.BLOCK,) * 2)
-_GROUPS = ([1, packings.MX], (1, packings.MX))  # of mxfp8
+_GROUPS = ([1, packings.MX], (1, packings.MX))  # block sizes of mxfp8, in a config
 _WHERE = "ExpertWeights.from_tensors: quantization_config"
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
-_ACT_ORDERS = (True, "group", "dynamic")  # of compressed-tensors' actorder: those that need weight_g_idx
+_ACT_ORDERS = (True, "group", "dynamic")  # values of compressed-tensors' actorder that need weight_g_idx
 
 
 class _Reader(NamedTuple):
@@ -272,7 +272,7 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _readers(config: Mapping[str, Any], modules: list[tuple[str, ...]]) -> list[_Reader]:
-    """How each module is read, by the settings that the config has for it; InputError if they give two formats."""
+    """The reader of each module, from its settings in the config; InputError if the settings give two formats."""
     readers: dict[int, _Reader] = {}
     out = []
     for names, settings in zip(modules, _settings(config, modules), strict=True):

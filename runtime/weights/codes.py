@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from ...artifacts.records.precision import PRECISIONS, Elements, Scale
+from ...artifacts.records import PRECISIONS, Elements, Scale
 from ...artifacts.tuples import NamedTuple
 
 E4M3_MOST, E2M1_MOST = 448.0, 6.0
 E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # torch 2.7 and later
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_MOST_LOG2 = {"e2m1": 2, "e4m3": 8}  # of 6 and of 448, rounded down
+_MOST_LOG2 = {"e2m1": 2, "e4m3": 8}  # floor(log2(largest number)): 6 and 448
 _INT4_ZERO = 8  # without zero points
 _LEAST = 2.0**-126  # scale: the inverse of a smaller one is infinite
 
@@ -71,7 +71,7 @@ def _numbers(elements: Elements, matrix: Quantised) -> torch.Tensor:
         return codes.float()
     if elements.name == "e2m1":
         table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes.device)
-        pairs = torch.stack((table.repeat(16), table.repeat_interleave(16)), 1)  # of each byte
+        pairs = torch.stack((table.repeat(16), table.repeat_interleave(16)), 1)  # the two numbers of each byte
         return torch.nn.functional.embedding(codes.int(), pairs).flatten(-2)
     numbers = unpack(codes).float()
     if zero is None or elements.scale is None:
@@ -147,7 +147,7 @@ def _usable(factor: torch.Tensor) -> torch.Tensor:
 
 
 def quotient(numbers: torch.Tensor, by: float) -> torch.Tensor:
-    """The quotient, rounded once: by a number of Python's, torch multiplies by its inverse on a GPU."""
+    """numbers / by, rounded once. (On a GPU torch divides by a Python number as a product with its inverse.)"""
     return numbers / numbers.new_full((), by)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import PRECISIONS, DType, Precision, dtypes_of
+from ...artifacts.records import PRECISIONS, DType, Precision, dtypes_of
 from ..locks import lock
 from .validate import (
     as_bytes,
@@ -36,7 +36,7 @@ _SCALE_DTYPES = {
     "e4m3": (torch.float8_e4m3fn,),
     "bf16": (torch.bfloat16, torch.float16, torch.float32),
 }
-_GROUPS = (32, 64, 128)  # of int4
+_GROUPS = (32, 64, 128)  # group sizes of int4
 _MOST_SCALES = "mxfp4's up to 2, mxfp8's up to 128, int4's below 1,024: keep the checkpoint's layout"
 _ZEROS = "0 to 15: keep the checkpoint's layout"
 _NUMBERS = "numbers: kernels read NaN as 480 from prepared codes. Keep the checkpoint's layout, or mend the checkpoint"
@@ -261,12 +261,12 @@ class ExpertWeights:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the codes are in the layout that ``prepare`` makes: their dtype and shape say so."""
+        """True if the codes are in the layout that ``prepare`` makes: int32 of 6 dimensions."""
         return self.codes.dtype is torch.int32
 
     @property
     def can_be_prepared(self) -> bool:
-        """Whether ``prepare`` would change their layout: as long as it takes to read the weights once."""
+        """True if ``prepare`` would change the layout. Takes the time to read the weights once."""
         order = None if self.is_prepared else _orders().get(self.format)
         return order is not None and order.fits(self._quantised) and not _has_nan(self)
 
@@ -277,12 +277,12 @@ class ExpertWeights:
 
     @property
     def requires_grad(self) -> bool:
-        """It is frozen."""
+        """False: quantised weights are frozen."""
         return False
 
     @property
     def device(self) -> torch.device:
-        """Where all of its tensors are."""
+        """The device of all its tensors."""
         return self.codes.device
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16, expert: int | None = None) -> torch.Tensor:
@@ -303,7 +303,7 @@ class ExpertWeights:
 
     @property
     def _has_own_scales(self) -> bool:
-        """Whether scales are in the layout of the codes, if that has one for them."""
+        """True if scales are in the layout of the codes, or if that layout leaves scales as they are."""
         return not self.is_prepared or _order_of(self).prepared_scale is None or _moved(_order_of(self), self.scale)
 
     def prepare(self) -> ExpertWeights:
@@ -351,7 +351,7 @@ class ExpertWeights:
             prepared = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
             _ = prepared.kernel_scale  # made now: not in a graph capture
             released, self.__dict__ = self.__dict__, {"format": self.format, "_prepared": prepared}
-            synchronize(codes)  # and calls that read the released tensors are over before their memory is used again
+            synchronize(codes)  # also waits for calls that read the old tensors, before their memory is reused
             del released
             return prepared
 
@@ -609,7 +609,7 @@ class ExpertWeights:
             checked(self)
 
     def __getattr__(self, name: str) -> Any:
-        """Of weights that ``prepare`` has released nothing is left."""
+        """Raise InputError: these weights' tensors were released by ``prepare``."""
         if "_prepared" not in self.__dict__ or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise InputError(
@@ -672,7 +672,7 @@ class ExpertWeights:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """How often torch knows a tensor to have been written to; None of one that was made in inference mode."""
+    """torch's count of writes to a tensor; None for inference tensors, which have no count."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -683,12 +683,12 @@ def synchronize(tensor: torch.Tensor) -> None:
 
 
 def is_captured(tensor: torch.Tensor) -> bool:
-    """Whether what runs on this tensor now becomes part of a CUDA graph, and does not run yet."""
+    """True if a CUDA graph is being captured, so that work on this tensor is recorded and not run."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _moved(order: CodeOrder, scale: torch.Tensor) -> bool:
-    """Whether scales beside prepared codes are in blocks, too."""
+    """True if the scales of prepared codes are in the prepared layout too."""
     return order.prepared_scale is not None and scale.dim() == 5
 
 
@@ -719,7 +719,7 @@ def _precision(format: str) -> Precision:
 
 
 def int4_format(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> str:
-    """The name of the group that the shapes tell; where one group is all, of the smallest that holds it."""
+    """The int4 format whose group size fits the shapes; the smallest one if a single group holds all of K."""
     for name, tensor in (("codes", codes), ("scale", scale)):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
             raise bad(name, described(tensor), "[E, N, K/2] uint8" if name == "codes" else "[E, N, ceil(K/group)]")
@@ -811,7 +811,7 @@ def _check_numbers(weights: ExpertWeights, *, codes: bool) -> None:
 
 
 def _has_nan(weights: ExpertWeights) -> bool:
-    """Whether codes have NaN: of e4m3 alone."""
+    """True if codes have NaN, which only e4m3 can have."""
     return weights.precision.w.name == "e4m3" and not weights.codes.is_meta and has_nan(weights.codes)
 
 

@@ -29,7 +29,7 @@ from typing import TypeAlias
 
 import torch
 
-from ...artifacts.records.precision import PRECISIONS, Elements
+from ...artifacts.records import PRECISIONS, Elements
 from ...artifacts.tuples import NamedTuple
 from .codes import E4M3_MOST, Quantised, pack, unpack
 
@@ -49,16 +49,16 @@ _PLACES: dict[str, _Places] = {
 }
 # A larger scale has no room in bf16 beside the 2^126 or 2^120 that codes are made too small by.
 _MOST_E8M0 = {"e2m1": 128, "e4m3": 134}
-ZERO = 8  # of int4 codes, where there are no zero points
+ZERO = 8  # the zero point of int4 formats that store none
 _MOST_ZERO = 15  # kernels read four bits
 _MOST_INT4 = 1024.0  # scales are made 2^117 of theirs in bf16: room to spare for what rounding to bf16 adds
 _E4M3_NAN = 0x7F
-_E4M3_SHIFT = 120  # log2 of what e4m3 codes are made too small by
-_CHUNK_BYTES = 32 << 20  # that are moved at once, or an expert
-PREPARED_DIMS = 6  # of codes [E, N/64, K/64, 64, 4, words]; of their scales one less
+_E4M3_SHIFT = 120  # kernels' bf16 of e4m3 codes is too small by 2^120
+_CHUNK_BYTES = 32 << 20  # bytes moved at once, or one expert if it is larger
+PREPARED_DIMS = 6  # dimensions of codes [E, N/64, K/64, 64, 4, words]; scales have one less
 
 
-# Which of a block's 64 of K each byte of a row holds, of codes of 8 bits, before the exchange.
+# 8-bit codes: byte i of a block's row holds element K_ORDER[i] of its 64 of K, before the words change places.
 K_ORDER = tuple(16 * s + 8 * h + 2 * c + p for c in range(4) for s in range(4) for p in range(2) for h in (1, 0))
 
 
@@ -197,7 +197,7 @@ def _zero(group: int) -> tuple[_Move, _Move]:
 
 
 def zero_has_room(zero: torch.Tensor | None) -> bool:
-    """Whether kernels can read these zero points beside prepared codes: 0 to 15, or prepared ones of that."""
+    """True if kernels can read these zero points: 0 to 15, or the prepared form of such numbers."""
     if zero is None or zero.is_meta:
         return True
     least, most = map(int, zero.aminmax())

@@ -1,4 +1,4 @@
-"""How one matrix (or E of them stacked) lies in a checkpoint: a function for each packing. ``checkpoints.py`` asks."""
+"""Readers of one matrix, or E stacked ones, from a checkpoint: a function for each packing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ...artifacts.tuples import NamedTuple
 from . import validate
 from .codes import E8M0, Quantised, e8m0, pack, unpack
 
-BLOCK = 128  # of fp8
+BLOCK = 128  # rows and columns of an fp8 block
 _INT4_GROUPS = (128, 64, 32)
 _ZERO = 8
 MX = 32  # weights in a group of mxfp4 and mxfp8
-_NV = 16  # and of nvfp4
+_NV = 16  # weights in a group of nvfp4
 _E8M0_MOST = 255
-_LOWEST_BITS = 0x11111111  # one in each nibble of a word
+_LOWEST_BITS = 0x11111111  # 1 in each nibble of a word
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of a word, from the lowest nibble on
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the eight columns in a word
 _E2M1X2: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)  # torch 2.8 and later

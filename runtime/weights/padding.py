@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from ...artifacts.records.precision import Elements, Scale
+from ...artifacts.records import Elements, Scale
 from .codes import pack
 from .expert_weights import ExpertWeights
 from .validate import bad
 
-_ZERO = 8  # of int4 codes, where there are no zero points
+_ZERO = 8  # the zero point of int4 formats that store none
 _ONE = {"e8m0": 127}  # the scale 1, as its code
 
 

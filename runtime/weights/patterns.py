@@ -31,15 +31,15 @@ _GROUP = rf"\((?:\?:)?(?:{_CHAR}|{_INNER})+(?:\|(?:{_CHAR}|{_INNER})+)*\)\??"
 _UNLIKE = rf"\(\?!{_CHAR}+\)"
 _ELEMENTS = rf"\^?(?:{_CHAR}|{_GROUP}|{_UNLIKE})*\$?"
 _KNOWN = re.compile(rf"(?:\(\?i\))?{_ELEMENTS}(?:\|{_ELEMENTS})*")
-_PLAIN = re.compile(r"(?:[\w:/ ,-]|\\[.:/_-]|\.\*?(?![*+?{]))*")  # of these every word has to be in a name
+_PLAIN = re.compile(r"(?:[\w:/ ,-]|\\[.:/_-]|\.\*?(?![*+?{]))*")  # for such patterns, a name must contain every word
 _MOST_REPEATS = 3
 
 
 def first_matching(patterns: Sequence[str], groups: Sequence[Sequence[str]], where: str, what: str) -> list[int | None]:
-    """Of each group of names, which is the first pattern that matches one of them; None where none does.
+    """For each group of names, the index of the first pattern that matches one of them; None if none does.
 
-    A regular expression has to match from a name's beginning; a glob a whole name, or what stands before or behind a
-    dot. Errors begin with ``where``, and name the patterns ``what``.
+    A regular expression must match from a name's beginning; a glob must match a whole name, or its part before or after
+    a dot. Errors begin with ``where``, and name the patterns ``what``.
 
     Raises
     ------

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import Scale
+from ...artifacts.records import Scale
 from ...artifacts.tuples import NamedTuple
 from .expert_weights import ExpertWeights
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...artifacts.records.precision import DType, Scale
+from ...artifacts.records import DType, Scale
 from ...kernels.codes import BLOCK
 from ...kernels.hopper_w8a8_block import scale_columns
 from .codes import E4M3_MOST, quantise_rows

@@ -34,13 +34,13 @@ def check_finite(name: str, scale: torch.Tensor) -> None:
 
 
 def has_nan(codes: torch.Tensor) -> bool:
-    """Whether e4m3 codes [E, ...], in any layout, have a NaN, 0x7F or 0xFF. No memory; one wait for their device."""
+    """True if e4m3 codes [E, ...], in any layout, have a NaN: 0x7F or 0xFF. Allocates nothing; synchronises once."""
     positive, negative = codes.view(torch.int8).amax() == _E4M3_NAN, codes.view(torch.uint8).amax() == 0xFF
     return bool(positive | negative)
 
 
 def place_of_nan(codes: Iterable[torch.Tensor]) -> str:
-    """Where the first NaN among e4m3 codes, an expert's [N, K] after another's, is, and how many others there are."""
+    """Describe the first NaN in e4m3 codes, given as [N, K] for each expert, and count the others."""
     first: list[int] = []
     many = 0
     for expert, of_expert in enumerate(codes):
@@ -60,7 +60,7 @@ def check_flag(name: str, value: object, more: str = "") -> None:
 
 
 def repeated(tensor: torch.Tensor) -> bool:
-    """Whether it has more elements than its memory, as ``expand`` makes: a copy takes what nobody had to have."""
+    """True if the tensor has more elements than its storage (``expand``): a copy could need far more memory."""
     return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 

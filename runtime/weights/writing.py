@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from ...artifacts.records.precision import PRECISIONS
+from ...artifacts.records import PRECISIONS
 from .codes import Quantised, quantise
 from .order import ORDERS, PREPARED_DIMS, ZERO
 from .validate import bad, described, repeated

@@ -13,9 +13,8 @@ from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Pool
 from pretuned.aot.plan.plan import BuildPlan, plan
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.config import Config, Loads
+from pretuned.artifacts.records import DType, Op
+from pretuned.kernels.spec import Config, Loads
 
 SMALL = "shape:E=8,H=256,I=128,k=2 tokens=1..64 name=small"
 ODD = "shape:E=8,H=250,I=125,k=2 tokens=1..64 name=odd"  # no row is a multiple of 16 bytes

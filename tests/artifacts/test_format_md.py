@@ -8,8 +8,7 @@ from pathlib import Path
 import golden_bundles
 
 import pretuned.artifacts
-from pretuned.artifacts import limits
-from pretuned.artifacts.format import codec, index, schema
+from pretuned.artifacts import codec, format, limits
 
 TEXT = (Path(pretuned.artifacts.__file__).parent / "FORMAT.md").read_text()
 WORDS = " ".join(TEXT.split())
@@ -28,11 +27,11 @@ def test_the_example_byte_for_byte():
 
 def test_the_tables_name_every_field_in_order():
     top = re.findall(r"^\| `(\w+)` \|", TEXT, flags=re.M)
-    assert tuple(top) == index.FIELDS
+    assert tuple(top) == format.FIELDS
     variant = WORDS.split("**Variant**")[1].split("**Key of a problem**")[0]
-    places = [variant.index(f"`{name}`") for name in schema._VARIANT]
+    places = [variant.index(f"`{name}`") for name in format.VARIANT]
     assert places == sorted(places)
-    for kind in schema.KINDS:
+    for kind in format.KINDS:
         assert kind in variant
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretuned.artifacts import names
+from pretuned.artifacts import limits as names
 
 
 @pytest.mark.parametrize("name", ["a", "_", "$x", "grouped_gemm_0d1d", "A" * 200])

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import BundleError
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.records import Gpu
 
 
 def strict(path: Path) -> None:

@@ -15,10 +15,10 @@ import pytest
 
 from pretuned.aot.journal import file as journals
 from pretuned.aot.journal.file import Header, open_journal, read_journal
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import BundleCorrupt, BundleTooNew, InputError
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.records import Gpu
 from pretuned.runtime.dispatch.places import ENTRY_POINTS, _entry_points
 
 sys.path.append(str(Path(__file__).parent))
@@ -185,7 +185,7 @@ def test_a_journal_to_go_on_with_is_read_in_pieces_too(tmp_path: Path) -> None:
 
 BLANKS = """
 import resource
-from pretuned.artifacts.files.signature import _public
+from pretuned.artifacts.signature import _public
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 for begin in (b"", b"-----BEGIN PUBLIC KEY-----", b"ssh-ed25519 ", b"ssh-ed25519 AAAA "):
     for blank in (b" ", b"\\n"):
@@ -231,8 +231,8 @@ def test_a_package_with_entry_points_without_end(
 
 LONG_NAMES = """
 import itertools, resource, struct
-from pretuned.artifacts.code.cubin import fault
-from pretuned.artifacts.records.target import Target
+from pretuned.artifacts.cubin import fault
+from pretuned.artifacts.records import Target
 resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
 COUNT = 65535
 def cubin(*texts):

@@ -15,17 +15,13 @@ from pretuned.aot.compile.triton import Compiled
 from pretuned.aot.demand import tuner
 from pretuned.aot.demand.tuner import CacheKey, decode, encode
 from pretuned.aot.process.output import check_out, check_page, is_bundle
+from pretuned.artifacts import codec, packed
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.files import packed
-from pretuned.artifacts.files.blob import read_checked, write_checked
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.format.wire import MAGIC
-from pretuned.artifacts.records.bundle import Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op
-from pretuned.kernels import registry
-from pretuned.kernels.contract import spec
-from pretuned.kernels.contract.config import Config
+from pretuned.artifacts.publishing import read_checked, write_checked
+from pretuned.artifacts.records import DType, Fusion, Op, Variant
+from pretuned.artifacts.wire import MAGIC
+from pretuned.kernels import registry, spec
+from pretuned.kernels.spec import Config
 from pretuned.runtime.dispatch.pin import KernelPair, Preference
 
 SPEC = spec.Spec(Op.FORWARD, DType.BF16, Config(64, 64, 64, 4, 3))

@@ -9,7 +9,7 @@ from pathlib import Path
 import golden_bundles
 import pytest
 
-from pretuned.artifacts.format import codec
+from pretuned.artifacts import codec
 from pretuned.artifacts.limits import MAX_FILES
 from pretuned.runtime.dispatch.places import Kind, Place
 
@@ -17,7 +17,7 @@ COUNT = 600
 LOOK = """
 import os, resource, sys
 from pathlib import Path
-from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.artifacts.records import Gpu, LocalGpu
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.snapshot import Snapshot
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))

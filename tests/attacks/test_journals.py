@@ -19,8 +19,7 @@ from pretuned.aot.report.page import page
 from pretuned.aot.report.sheets import sheet
 from pretuned.artifacts.errors import HostError, InputError
 from pretuned.artifacts.limits import MAX_TIME_NS
-from pretuned.artifacts.records.bundle import Kernel
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.records import Gpu, Kernel
 
 SHA, OTHER = "03" * 32, "04" * 32
 HEADER: dict[str, Any] = {

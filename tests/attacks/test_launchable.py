@@ -15,21 +15,27 @@ import pytest
 import shipped
 
 from pretuned.aot.bundle.verify import sound
-from pretuned.artifacts.code.cubin import fault
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import BundleFile, open_bundle, open_bytes
+from pretuned.artifacts.cubin import fault
 from pretuned.artifacts.errors import BundleCorrupt
-from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle, open_bytes
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Bundle, Kernel, TensorMap, Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op
-from pretuned.artifacts.records.target import Target
-from pretuned.kernels.contract.config import Config, Edge, Loads, Schedule, TileRows
-from pretuned.kernels.contract.launch_abi import parameter_bytes
-from pretuned.kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec
-from pretuned.kernels.hardware.arch import arch_of
-from pretuned.kernels.launchable import undeclared, unlaunchable
-from pretuned.kernels.registry import arguments, boxes, entry_of, threads
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.records import (
+    PLAIN_LAYOUTS,
+    Bundle,
+    DType,
+    Fusion,
+    Kernel,
+    Layout,
+    Op,
+    Target,
+    TensorMap,
+    Variant,
+)
+from pretuned.kernels.arch import arch_of
+from pretuned.kernels.entry import parameter_bytes
+from pretuned.kernels.registry import arguments, boxes, entry_of, threads, undeclared, unlaunchable
+from pretuned.kernels.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Config, Edge, Loads, Schedule, Spec, TileRows
 from pretuned.runtime.launch.loader import loaded
 
 SHIPPED = sorted((Path(__file__).parents[2] / "artifacts" / "bundles").glob("*.msgpack"))

@@ -8,8 +8,8 @@ import craft
 import msgpack
 import pytest
 
+from pretuned.artifacts import codec
 from pretuned.artifacts.errors import BundleCorrupt
-from pretuned.artifacts.format import codec
 
 EVIL = ["/etc/passwd", "..", "../x", "a/../b", "a\0b", "a" * 256, "a" * 201, "\u202ecod", "é", "a\nb", "a//b", ""]
 DATA = (Path(__file__).parents[1] / "golden" / "format2-medium.msgpack").read_bytes()

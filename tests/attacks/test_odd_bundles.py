@@ -15,12 +15,11 @@ from pretuned.aot.cli.inspect import contents
 from pretuned.aot.demand import tuner
 from pretuned.aot.report.page import page
 from pretuned.aot.report.sheets import read, sheet
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle, open_bytes
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.files.bundle_file import open_bundle, open_bytes
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Bundle, Producer
-from pretuned.artifacts.records.target import Gpu, LocalGpu, Target
-from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.artifacts.records import Bundle, Gpu, LocalGpu, Producer, Target
+from pretuned.kernels.spec import Config, Loads, Schedule
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.inspect.explain import examine
 

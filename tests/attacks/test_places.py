@@ -21,7 +21,7 @@ RANDOM_UID = 1000650000  # as OpenShift gives
 
 READ = """
 import ctypes, grp, os, pwd, shlex, sys  # all imports before the rights to read them go
-from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import BundleError
 if len(sys.argv) > 2:
     os.setgroups([])

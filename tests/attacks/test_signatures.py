@@ -15,7 +15,7 @@ from processes import copy_of
 
 from pretuned.aot.demand import tuner
 from pretuned.artifacts.errors import BundleError
-from pretuned.artifacts.records.bundle import Variant
+from pretuned.artifacts.records import Variant
 from pretuned.integrations.unsloth import cache as unsloth
 from pretuned.runtime import allow_jit, hooks, reload, verdicts
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
@@ -254,7 +254,7 @@ def test_nothing_is_tuned_or_compiled_on_demand(bundle: Path, tmp_path: Path, mo
         assert hooks.demand_tuner() is None
         allow_jit()
         assert not hooks.jit_allowed()
-        from pretuned.artifacts.files.bundle_file import open_bundle
+        from pretuned.artifacts.bundle_file import open_bundle
 
         with open_bundle(bundle) as made:
             dispatch_snapshot.keep(made)

@@ -11,9 +11,9 @@ from pathlib import Path
 import golden_bundles
 import pytest
 
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import BundleError
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.format import codec
 
 BUNDLES = [golden_bundles.medium(seed=seed) for seed in (0, 1)]
 DATA = [codec.encode(bundle) for bundle in BUNDLES]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.artifacts.names import printable
-from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.artifacts.limits import printable
+from pretuned.artifacts.records import Gpu, LocalGpu
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.snapshot import Snapshot
 

@@ -13,15 +13,12 @@ from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.compile.triton import Compiled
 from pretuned.aot.journal.file import Header, open_journal
 from pretuned.aot.process.output import held
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.files.lock import lock
-from pretuned.artifacts.files.publish import make_folder, publish
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.locking import lock
+from pretuned.artifacts.publishing import make_folder, publish
+from pretuned.artifacts.records import DType, Gpu, Op
 from pretuned.kernels import registry
-from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.spec import Config, Spec
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format2-small.msgpack"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from made import ON_H100, ON_H200, snapshot
 
 from pretuned.aot.choose.candidates import read_candidates
-from pretuned.artifacts.records.problem import Op
+from pretuned.artifacts.records import Op
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.inspect.explain import examine
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.speed import expert_parallel
 from benchmarks.speed.expert_parallel import KINDS, RANKS, TOKENS, Kind
-from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records import DType
 
 
 @pytest.mark.parametrize("T", TOKENS)

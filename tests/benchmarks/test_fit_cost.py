@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.config import Edge, Schedule, TileRows
-from pretuned.kernels.cost.constants import CONSTANTS, Constants, ConstantsFamily, Specialized, WeightGrad
+from pretuned.artifacts.records import Op
+from pretuned.kernels.cost import CONSTANTS, Constants, ConstantsFamily, Specialized, WeightGrad
+from pretuned.kernels.spec import Edge, Schedule, TileRows
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pretuned.artifacts.records.problem import Fusion, Layout, Op
+from pretuned.artifacts.records import Fusion, Layout, Op
 
 
 @pytest.fixture(scope="module")

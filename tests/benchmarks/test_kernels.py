@@ -9,8 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Layout, Op, Problem
+from pretuned.artifacts.records import DType, Layout, Op, Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 E, N, K = 3, 32, 16

@@ -10,8 +10,7 @@ from emulated_driver import emulated
 from host_gpu import PERSISTENT, Device
 
 from benchmarks.speed import quantised_layer
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import RowOp
+from pretuned.artifacts.records import DType, RowOp
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated GPU is for machines without one")

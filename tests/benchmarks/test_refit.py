@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.speed import refit
-from pretuned.artifacts.records.precision import PRECISIONS
+from pretuned.artifacts.records import PRECISIONS
 from pretuned.runtime import ExpertWeights
 
 

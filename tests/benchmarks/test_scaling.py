@@ -10,9 +10,7 @@ import pytest
 
 from pretuned.aot.journal.file import Header, open_journal
 from pretuned.aot.journal.records import Measured, Timing
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.records import DType, Gpu, Op, Problem
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -15,7 +15,7 @@ import pytest
 from pretuned.aot.journal.file import read_journal
 from pretuned.aot.journal.records import Rematch
 from pretuned.aot.journal.timings import CellTimes
-from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.bundle_file import open_bundle
 
 pytestmark = pytest.mark.slow
 

@@ -13,12 +13,11 @@ import pytest
 from pretuned.aot.journal.file import Header, read_journal
 from pretuned.aot.journal.records import Measured, Timing
 from pretuned.aot.measure.job import MeasureJob, MeasureResult
-from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.kernels.cost.resources import Resources
+from pretuned.artifacts.bundle_file import BundleFile, open_bundle
+from pretuned.artifacts.records import DType, Op, Problem
+from pretuned.kernels.chips import chip_of
+from pretuned.kernels.cost import Resources
 from pretuned.kernels.cost_model import estimate_us
-from pretuned.kernels.hardware.chips import chip_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -36,7 +36,7 @@ import test_publish  # noqa: E402
 import test_swap  # noqa: E402
 import test_tuning  # noqa: E402
 
-from pretuned.artifacts.format import codec  # noqa: E402
+from pretuned.artifacts import codec  # noqa: E402
 
 SLICE_S = {"mutations": 0.5, "sealed": 5.0}  # of CPU, a bundle in turn; sealed ones take ten times as long
 AGAIN = 16  # of the sealed inputs that are accepted one in so many is encoded by all of ``encode``

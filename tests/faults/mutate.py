@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import craft
 import msgpack
 
+from pretuned.artifacts import codec
 from pretuned.artifacts.errors import BundleError
-from pretuned.artifacts.format import codec
 
 INTERESTING = (
     0,

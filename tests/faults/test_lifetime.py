@@ -13,15 +13,15 @@ from pathlib import Path
 import golden_bundles
 import pytest
 
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format import codec
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.publishing import publish
 
 pytestmark = pytest.mark.slow
 
 LOAD = """
 import sys
-from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.bundle_file import open_bundle
 print("begin", flush=True)
 while True:
     with open_bundle(sys.argv[1]) as file:

@@ -27,11 +27,11 @@ from pretuned.aot.plan.plan import plan
 from pretuned.aot.process.output import held
 from pretuned.aot.process.scratch import scratch_folder
 from pretuned.artifacts.errors import PretunedError
-from pretuned.artifacts.files.lock import lock, reading
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op
+from pretuned.artifacts.locking import lock, reading
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.codec import encode
+from pretuned.artifacts.records import DType
+from pretuned.artifacts.records import Op
 from pretuned.runtime import verdicts
 
 here = Path(sys.argv[1])

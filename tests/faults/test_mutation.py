@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import BundleError
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.records import Gpu
 
 sys.path.append(str(Path(__file__).parent))
 import mutate

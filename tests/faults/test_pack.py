@@ -15,8 +15,8 @@ from pathlib import Path
 import golden_bundles
 import pytest
 
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.format import codec
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from pretuned.aot.pack.package import write_image
 from pretuned.aot.pack.package import Item, Package, write_directory
 from pretuned.artifacts.errors import PretunedError
-from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.bundle_file import open_bundle
 kind, out, version, bundle = sys.argv[1:]
 with open_bundle(bundle) as file:
     packed = Package("acme", version, (Item(Path(bundle).name, Path(bundle).read_bytes(), file.load()),))

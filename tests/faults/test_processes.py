@@ -9,10 +9,10 @@ from pathlib import Path
 import golden_bundles
 import pytest
 
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.files.lock import lock
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format import codec
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.locking import lock
+from pretuned.artifacts.publishing import publish
 
 pytestmark = pytest.mark.slow
 

@@ -19,11 +19,11 @@ from pathlib import Path
 import golden_bundles
 import pytest
 
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.files.lock import lock
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format import codec
+from pretuned.artifacts.locking import lock
+from pretuned.artifacts.publishing import publish
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ OLD, NEW = (codec.encode(golden_bundles.medium(seed=seed)) for seed in (0, 1))
 PUBLISH = """
 import sys
 from pathlib import Path
-from pretuned.artifacts.files.publish import publish
+from pretuned.artifacts.publishing import publish
 from pretuned.artifacts.errors import HostError
 data = Path(sys.argv[2]).read_bytes()
 Path("/dev/null").write_bytes(b"begin")
@@ -43,14 +43,14 @@ except HostError as error:
 """
 LOCK = """
 import sys, time
-from pretuned.artifacts.files.lock import lock
+from pretuned.artifacts.locking import lock
 begin = time.perf_counter()
 with lock(sys.argv[1], 60) as held:
     print("held", held, time.perf_counter() - begin < 5)
 """
 HOLD = """
 import sys, time
-from pretuned.artifacts.files.lock import lock
+from pretuned.artifacts.locking import lock
 with lock(sys.argv[1], 0):
     print("held", flush=True)
     time.sleep(60)
@@ -330,7 +330,7 @@ def test_a_lock_that_can_not_be_let_go_is_named(tmp_path):
         pytest.skip("needs strace")
     code = f"""
 from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.files.lock import lock
+from pretuned.artifacts.locking import lock
 try:
     with lock({str(tmp_path)!r}, 0, required=True):
         pass

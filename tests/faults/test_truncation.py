@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import BundleCorrupt, BundleError, BundleTooNew
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.format import codec
 
 GOLDEN = {path.stem: path for path in sorted((Path(__file__).parents[1] / "golden").glob("*.msgpack"))}
 

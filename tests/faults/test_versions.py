@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.artifacts import limits
+from pretuned.artifacts import codec, limits, wire
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import BundleCorrupt, BundleTooNew, BundleTooOld
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.format import codec, wire
 
 FOLDER = Path(__file__).parents[1] / "golden"
 # Add to this list, never change it: a released format reads for ever. (Format 1 was never released.)

@@ -29,7 +29,7 @@ sys.path.append(str(ROOT / "tests" / "support"))
 from sass import Code, Order, disassembled  # noqa: E402 - tests/support is no package
 from seen_cubins import CUBIN, add_to  # noqa: E402
 
-from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle  # noqa: E402
+from pretuned.artifacts.bundle_file import BundleFile, open_bundle  # noqa: E402
 
 EXPECTED = Path(__file__).with_name("expected_races.json")
 _FIRST = re.compile(r"========= (Error|Warning): Race reported between (Read|Write) access at (\w+)\+0x([0-9a-f]+)")

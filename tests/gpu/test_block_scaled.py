@@ -13,9 +13,8 @@ import pytest
 import torch
 from acts import GATED, UNGATED, row_act
 
-from pretuned.artifacts.records.precision import PRECISIONS, DType
-from pretuned.artifacts.records.problem import Op, Problem, RowOp
-from pretuned.kernels.contract.activations import Activation
+from pretuned.artifacts.records import PRECISIONS, DType, Op, Problem, RowOp
+from pretuned.kernels.activations import Activation
 from pretuned.kernels.rowops import CODE_OPS, USED
 from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp, reload
 from pretuned.runtime.dispatch import plans

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from pretuned.artifacts.records.precision import PRECISIONS
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records import PRECISIONS, Fusion, Layout, Op, Problem
 from pretuned.runtime import ExpertWeights, grouped_gemm, grouped_gemm_dX, moe_mlp
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver.device import local_gpu

@@ -14,14 +14,11 @@ import pytest
 import torch
 from calls import calls_of
 
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import DriverTooOld
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.bundle import Bundle
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op
-from pretuned.artifacts.records.target import cuda_version
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.records import Bundle, DType, Op, cuda_version
 from pretuned.kernels import reference
 from pretuned.runtime import explain, grouped_gemm, reload
 from pretuned.runtime.driver import cuda

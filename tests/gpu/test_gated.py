@@ -10,12 +10,10 @@ import torch
 from calls import calls_of
 from torch.nn import functional
 
-from pretuned.artifacts.records.bundle import Choice
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records import Choice, DType, Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
-from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.registry import entry_of
+from pretuned.kernels.spec import Spec
 from pretuned.runtime import explain, moe_mlp, reload, sort_routing
 from pretuned.runtime.check.call import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot

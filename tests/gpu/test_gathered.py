@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem, RowOp
-from pretuned.kernels.contract.spec import code_of
+from pretuned.artifacts.records import PLAIN_LAYOUTS, DType, Fusion, Layout, Op, Problem, RowOp
+from pretuned.kernels.spec import code_of
 from pretuned.runtime import grouped_gemm, moe_mlp, reload, sort_routing
 from pretuned.runtime.check.call import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import Op
+from pretuned.artifacts.records import Op
 from pretuned.kernels import reference
 from pretuned.runtime import explain, grouped_gemm, preload, reload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot

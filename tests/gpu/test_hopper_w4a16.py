@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records import Fusion, Layout, Op, Problem
 from pretuned.kernels.hopper_w4a16 import DTYPES
 from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot

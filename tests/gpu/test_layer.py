@@ -9,10 +9,9 @@ import pytest
 import torch
 from acts import GATED, UNGATED, row_act
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import RowOp
+from pretuned.artifacts.records import DType, RowOp
 from pretuned.kernels import rowops as contract
-from pretuned.kernels.contract.activations import Activation
+from pretuned.kernels.activations import Activation
 from pretuned.runtime import grouped_gemm, moe_mlp, sort_routing
 from pretuned.runtime.launch import rowops
 from pretuned.runtime.ops import activation, tokens, zero_rows

@@ -15,11 +15,10 @@ from pretuned.aot.journal.file import read_journal
 from pretuned.aot.journal.records import FAULT, ROUTINGS, WRONG, Measured, geometric_mean
 from pretuned.aot.plan.families import serves
 from pretuned.aot.tune.tuner import Entrants, TuneObservers, tune_problems
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.records import DType, Fusion, Layout, Op, Problem
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -14,7 +14,7 @@ import torch
 
 import pretuned.aot
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import Fusion, Layout
+from pretuned.artifacts.records import Fusion, Layout
 from pretuned.kernels import reference
 from pretuned.runtime import ExpertWeights, allow_jit, explain, grouped_gemm, reload
 from pretuned.runtime.dispatch import compiled, snapshot

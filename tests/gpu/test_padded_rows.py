@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretuned.artifacts.records.precision import PRECISIONS
+from pretuned.artifacts.records import PRECISIONS
 from pretuned.runtime import ExpertWeights, Lora, experts_mlp, grouped_gemm
 from pretuned.runtime.ops.padded_rows import place
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pretuned.kernels import rowops as contract
-from pretuned.kernels.contract.activations import Activation
+from pretuned.kernels.activations import Activation
 from pretuned.runtime import ExpertWeights, moe_mlp
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.ops import activation, tokens

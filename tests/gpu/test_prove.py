@@ -22,12 +22,22 @@ import pytest
 import torch
 from calls import Call, calls_of
 
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.bundle import Bundle, Choice, Source, Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.codec import encode
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.records import (
+    Bundle,
+    Choice,
+    DType,
+    Fusion,
+    Layout,
+    Op,
+    Problem,
+    RowOp,
+    Source,
+    Variant,
+    bucket_of,
+)
 from pretuned.kernels import reference
 from pretuned.runtime import explain, grouped_gemm, preload, reload, verdicts
 from pretuned.runtime.driver.device import device as device_of

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from pretuned.artifacts.records.precision import PRECISIONS
+from pretuned.artifacts.records import PRECISIONS
 from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp, reload, sort_routing
 from pretuned.runtime.driver import launcher
 

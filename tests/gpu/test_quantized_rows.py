@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretuned.artifacts.records.precision import Scale
+from pretuned.artifacts.records import Scale
 from pretuned.runtime import (
     ExpertWeights,
     QuantizedRows,

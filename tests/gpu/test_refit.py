@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.precision import PRECISIONS, DType
-from pretuned.artifacts.records.problem import RowOp
+from pretuned.artifacts.records import PRECISIONS, DType, RowOp
 from pretuned.kernels import rowops
 from pretuned.runtime import ExpertWeights, moe_mlp
 from pretuned.runtime.launch import rowops as launch_rowops

@@ -14,9 +14,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import Fusion, Op, Problem
+from pretuned.artifacts.records import Fusion, Op, Problem
 from pretuned.kernels import reference
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.spec import Config
 from pretuned.runtime import (
     explain,
     grouped_gemm,

@@ -11,11 +11,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pretuned.artifacts.files.bundle_file import BundleFile
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op
+from pretuned.artifacts.bundle_file import BundleFile
+from pretuned.artifacts.records import DType, Fusion, Layout, Op
 from pretuned.kernels import reference
-from pretuned.kernels.contract.config import Config, Schedule
+from pretuned.kernels.spec import Config, Schedule
 from pretuned.runtime.check.tensors import DTYPES
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver.device import current_stream, local_gpu

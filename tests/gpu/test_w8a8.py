@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from pretuned.aot.compile.triton import compile_variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op
+from pretuned.artifacts.records import DType, Fusion, Layout, Op
 from pretuned.kernels import reference
-from pretuned.kernels.contract.config import Config, Schedule
-from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.hardware.arch import ARCHS, Feature
+from pretuned.kernels.arch import ARCHS, Feature
 from pretuned.kernels.portable_w8a8 import CANDIDATES, FALLBACKS
+from pretuned.kernels.spec import Config, Schedule, Spec
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.driver.device import current_stream, local_gpu
 from pretuned.runtime.launch.gemm import Fused, LoadedKernel, load_kernel, product_launcher, words_of

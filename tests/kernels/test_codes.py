@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretuned.artifacts.records.precision import PRECISIONS, DType
+from pretuned.artifacts.records import PRECISIONS, DType
 from pretuned.kernels.codes import BLOCK, CODES, WORD_ROW, CodeLayout
 
 THREADS = 4  # that share a row of a block

@@ -13,15 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import steps
 
-from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
-from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records import PLAIN_DTYPES, DType, Op, Problem
 from pretuned.kernels import search
-from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.cost.constants import CONSTANTS, Constants
-from pretuned.kernels.cost.resources import Resources, mean_waves, occupancy
+from pretuned.kernels.arch import limits
+from pretuned.kernels.chips import CHIPS, Chip, chip_for, chip_named
+from pretuned.kernels.cost import CONSTANTS, Constants, Resources, mean_waves, occupancy
 from pretuned.kernels.cost_model import Ranker, estimate_us
-from pretuned.kernels.hardware.arch import limits
-from pretuned.kernels.hardware.chips import CHIPS, Chip, chip_for, chip_named
+from pretuned.kernels.spec import Config, Loads, Schedule
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

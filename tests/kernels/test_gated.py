@@ -6,17 +6,14 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem
+from pretuned.artifacts.records import PLAIN_LAYOUTS, DType, Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
-from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.contract.launch_abi import FLAGS
-from pretuned.kernels.contract.spec import Spec, code_of
-from pretuned.kernels.cost.constants import CONSTANTS
-from pretuned.kernels.cost.resources import Resources
+from pretuned.kernels.chips import chip_for
+from pretuned.kernels.cost import CONSTANTS, Resources
 from pretuned.kernels.cost_model import estimate_us
-from pretuned.kernels.hardware.chips import chip_for
+from pretuned.kernels.entry import FLAGS
 from pretuned.kernels.registry import arguments, boxes, constants, divisibility
+from pretuned.kernels.spec import Config, Loads, Schedule, Spec, code_of
 
 BOTH = Fusion.SILU | Fusion.GATHER
 CONFIG = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)

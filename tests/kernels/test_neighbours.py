@@ -6,11 +6,10 @@ import math
 
 import pytest
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
-from pretuned.kernels.hardware.chips import chip_for
+from pretuned.artifacts.records import DType, Op
+from pretuned.kernels.chips import chip_for
 from pretuned.kernels.neighbours import Evidence, ratios, tiles_us
+from pretuned.kernels.spec import Config, Loads, Schedule, TileRows
 
 CHIP = chip_for(90)
 A, B, C = 0, 1, 2  # variants

@@ -7,14 +7,11 @@ from collections.abc import Sequence
 import pytest
 from made import H100, H200, Spec, bundle, measured, modelled
 
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Choice, PlanRow, Way, planned
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts import codec
+from pretuned.artifacts.records import Choice, DType, Fusion, Gpu, Layout, Op, PlanRow, Problem, Way, planned
 from pretuned.kernels import plans
-from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.hardware.chips import chip_named
+from pretuned.kernels.chips import chip_named
+from pretuned.kernels.spec import Config, Loads, Schedule
 
 M = 8192
 BOTH = Fusion.SILU | Fusion.GATHER

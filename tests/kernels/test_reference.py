@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Layout
+from pretuned.artifacts.records import PLAIN_LAYOUTS, Layout
 from pretuned.kernels import reference
 
 COUNTS = st.lists(st.integers(-3, 9), min_size=1, max_size=6)

@@ -10,15 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, RowOp
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.records import DType, Fusion, Layout, Op, RowOp
 from pretuned.kernels import registry
-from pretuned.kernels.contract.config import FIELDS, RANGES, Cache, Config, Edge, Loads, Schedule, TileRows
-from pretuned.kernels.contract.entry import KernelEntry, Limits, Tiles
-from pretuned.kernels.contract.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Spec, code_of
+from pretuned.kernels.entry import KernelEntry, Limits, Tiles
 from pretuned.kernels.registry import ENTRIES, KERNELS, refusal
 from pretuned.kernels.rowops import RowOpSpec
+from pretuned.kernels.spec import (
+    FIELDS,
+    MAX_EXPERTS,
+    MAX_EXPERTS_FALLBACK,
+    RANGES,
+    Cache,
+    Config,
+    Edge,
+    Loads,
+    Schedule,
+    Spec,
+    TileRows,
+    code_of,
+)
 
 SHIPPED = sorted((Path(__file__).parents[2] / "artifacts" / "bundles").glob("*.msgpack"))
 KINDS = {"loads": Loads, "schedule": Schedule, "cache": Cache, "edge": Edge, "rows": TileRows}
@@ -59,9 +70,9 @@ def test_every_entry_is_found_by_its_name() -> None:
 def test_a_plain_product_imports_no_other_kernels() -> None:
     code = """if True:
         import sys
-        from pretuned.artifacts.records.problem import Op
+        from pretuned.artifacts.records import Op
         from pretuned.kernels import registry
-        from pretuned.kernels.contract.config import Config
+        from pretuned.kernels.spec import Config
         assert registry.kernel_of(Op.FORWARD, Config(16, 64, 64, 4, 2)).name == registry.entry_named("rows").name
         print(*(name for name in registry.FOLDERS if f"pretuned.kernels.{name}" in sys.modules))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
-from pretuned.artifacts.records.problem import Layout, Op
-from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
-from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.hardware.arch import limits, supported
+from pretuned.artifacts.records import PLAIN_DTYPES, DType, Layout, Op
+from pretuned.kernels.arch import limits, supported
 from pretuned.kernels.hopper_w4a16 import DTYPES
 from pretuned.kernels.registry import refusal
 from pretuned.kernels.search import FP32_LIMIT, LIMIT, candidates, fallbacks, shared_bytes_at_least
+from pretuned.kernels.spec import Config, Loads, Schedule, Spec, TileRows
 
 EVERY = list(itertools.product(Op, (one for one in DType if one in PLAIN_DTYPES), supported()))
 QUANTISED = [one for one in DType if one.quantised and not one.quantises_x]

@@ -26,31 +26,37 @@ from typing import NamedTuple
 from . import chosen
 from .part import ROOT, keep
 
-_FORMAT = ("tests/artifacts/format", "tests/faults/test_versions.py", "tests/faults/test_truncation.py")
-_FILE = ("tests/artifacts/files/test_bundle_file.py",)
+_FORMAT = (
+    *(f"tests/artifacts/test_{name}.py" for name in ("checks", "codec", "index", "schema", "wire")),
+    "tests/faults/test_versions.py",
+    "tests/faults/test_truncation.py",
+)
+_FILE = ("tests/artifacts/test_bundle_file.py",)
 _PLACES = "tests/attacks/test_places.py"
 # The files that are changed, and the tests that have to notice, the quick ones first.
 FILES: dict[str, tuple[str, ...]] = {
-    "artifacts/format/codec.py": _FORMAT,
-    "artifacts/format/wire.py": _FORMAT,
-    "artifacts/format/index.py": (*_FORMAT, *_FILE),
-    "artifacts/format/schema.py": _FORMAT,
-    "artifacts/files/blob.py": ("tests/artifacts/files/test_blob.py",),
-    "artifacts/files/bundle_file.py": (
+    "artifacts/codec.py": _FORMAT,
+    "artifacts/wire.py": _FORMAT,
+    "artifacts/format.py": (*_FORMAT, *_FILE),
+    "artifacts/bundle_file.py": (
         *_FILE,
-        "tests/artifacts/files/test_packed.py",
+        "tests/artifacts/test_packed.py",
         "tests/attacks/test_descriptors.py",
         "tests/attacks/test_swap.py",
         _PLACES,
     ),
-    "artifacts/files/lock.py": ("tests/artifacts/files/test_lock.py", "tests/attacks/test_umask.py"),
-    "artifacts/files/packed.py": ("tests/artifacts/files/test_packed.py",),
-    "artifacts/files/publish.py": ("tests/artifacts/files/test_publish.py", "tests/attacks/test_umask.py"),
-    "artifacts/files/signature.py": (
-        "tests/artifacts/files/test_signature.py",
+    "artifacts/locking.py": ("tests/artifacts/test_locking.py", "tests/attacks/test_umask.py"),
+    "artifacts/packed.py": ("tests/artifacts/test_packed.py",),
+    "artifacts/publishing.py": (
+        "tests/artifacts/test_publishing.py",
+        "tests/artifacts/test_blob.py",
+        "tests/attacks/test_umask.py",
+    ),
+    "artifacts/signature.py": (
+        "tests/artifacts/test_signature.py",
         "tests/attacks/test_signatures.py",
     ),
-    "artifacts/files/trust.py": ("tests/artifacts/files/test_trust.py", _PLACES),
+    "artifacts/trust.py": ("tests/artifacts/test_trust.py", _PLACES),
 }
 WANTED = 0.95
 _PRELOADED = ("pytest", "hypothesis.strategies", "msgpack", "filelock", "lzma", "asyncio", "multiprocessing", "numpy")
@@ -58,96 +64,96 @@ _PRELOADED = ("pytest", "hypothesis.strategies", "msgpack", "filelock", "lzma", 
 # (file, the line, what became of it): why that is the same program, as far as anybody can see.
 SAME: dict[tuple[str, str, str], str] = {
     (
-        "artifacts/format/index.py",
+        "artifacts/format.py",
         "if max(sizes, default=0) > lim.MAX_RECORD_BYTES:",
         "1",
     ): "of no record",
-    ("artifacts/files/bundle_file.py", "_CHUNK_BYTES = 1 << 20", "2"): "how much is read at once",
-    ("artifacts/files/bundle_file.py", "_CHUNK_BYTES = 1 << 20", "21"): "how much is read at once",
+    ("artifacts/bundle_file.py", "_CHUNK_BYTES = 1 << 20", "2"): "how much is read at once",
+    ("artifacts/bundle_file.py", "_CHUNK_BYTES = 1 << 20", "21"): "how much is read at once",
     (
-        "artifacts/files/bundle_file.py",
+        "artifacts/bundle_file.py",
         "held = _Descriptor(os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags))",
         "os.O_RDONLY & os.O_CLOEXEC",
     ): "Python sets that flag itself",
     (
-        "artifacts/files/bundle_file.py",
+        "artifacts/bundle_file.py",
         "begin = _read(fd, 0, PREAMBLE_BYTES + (GLANCED_BYTES if later else 0), where)",
         "1",
     ): "of a byte more, which nobody looks at",
     (
-        "artifacts/files/publish.py",
+        "artifacts/publishing.py",
         "return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)",
         "flags & os.O_CLOEXEC",
     ): "who opens so reads, and Python sets that flag itself",
     (
-        "artifacts/files/publish.py",
+        "artifacts/publishing.py",
         "fd = os.open(temp, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)",
         "(os.O_RDWR | os.O_CLOEXEC) & os.O_NOFOLLOW",
     ): "a link is not the file that it leads to: it is left alone",
     (
-        "artifacts/files/publish.py",
+        "artifacts/publishing.py",
         "folder = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)",
         "os.O_RDONLY & os.O_DIRECTORY",
     ): "of a file the next call says that it is none",
     (
-        "artifacts/files/publish.py",
+        "artifacts/publishing.py",
         "folder = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)",
         "(os.O_RDONLY | os.O_DIRECTORY) & os.O_CLOEXEC",
     ): "of a file the next call says that it is none, and Python sets the other flag itself",
     (
-        "artifacts/files/publish.py",
+        "artifacts/publishing.py",
         "fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)",
         "385",
     ): "a mode that the next lines change, and that lets others no more",
     (
-        "artifacts/format/index.py",
+        "artifacts/format.py",
         "GLANCED_BYTES = 4096  # hold what an index begins with: the target, and mostly the GPUs, too",
         "4097",
     ): ("a byte more is looked at"),
     (
-        "artifacts/files/bundle_file.py",
+        "artifacts/bundle_file.py",
         "digest.update(_read(fd, offset, min(_CHUNK_BYTES, file_bytes - offset), where))",
         "file_bytes + offset",
     ): "a file has no more than its bytes; of one that grew the digest is another either way",
-    ("artifacts/format/schema.py", "return problem_of(unpack(record, max_items=8))", "9"): (
+    ("artifacts/format.py", "return problem_of(unpack(record, max_items=8))", "9"): (
         "nine are refused a line later, in other words"
     ),
     (
-        "artifacts/files/publish.py",
+        "artifacts/publishing.py",
         "fd = os.open(temp, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)",
         "os.O_RDWR & os.O_CLOEXEC",
     ): "what is read alone can be locked and removed, too",
     (
-        "artifacts/files/lock.py",
+        "artifacts/locking.py",
         "fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)",
         "os.O_RDONLY & os.O_CLOEXEC",
     ): "Python sets that flag itself",
     (
-        "artifacts/format/wire.py",
+        "artifacts/wire.py",
         "packed: bytes = msgpack.Packer(use_bin_type=True, strict_types=True, buf_size=size_bytes + 64).pack(value)",
         "65",
     ): "a buffer's first size",
     (
-        "artifacts/files/trust.py",
+        "artifacts/trust.py",
         'return any(line.split()[2] == number and "ro" in line.rsplit(None, 1)[-1].split(",") for line in lines)',
         "2",
     ): "the last word is the last word, however many are split off",
     (
-        "artifacts/files/signature.py",
+        "artifacts/signature.py",
         "return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)",
         "flags & os.O_CLOEXEC",
     ): ("who opens so reads, and Python sets that flag itself"),
-    ("artifacts/format/wire.py", "def pack(value: object, size_bytes: int = 4096) -> bytes:", "4097"): (
+    ("artifacts/wire.py", "def pack(value: object, size_bytes: int = 4096) -> bytes:", "4097"): (
         "a buffer's first size"
     ),
     (
-        "artifacts/format/wire.py",
+        "artifacts/wire.py",
         "max_buffer_size=max(1, len(data)),",
         "2",
     ): "a buffer's least size, of no data",
-    ("artifacts/files/blob.py", "data = file.read(status.st_size + 1)", "2"): "one byte more tells a file that grew",
-    ("artifacts/files/packed.py", "_MEMORY_BYTES = 256 << 20  # for xz's own window, at most", "257"): "any such limit",
-    ("artifacts/files/packed.py", "_MEMORY_BYTES = 256 << 20  # for xz's own window, at most", "21"): "any such limit",
+    ("artifacts/publishing.py", "data = file.read(status.st_size + 1)", "2"): "one byte more tells a file that grew",
+    ("artifacts/packed.py", "_MEMORY_BYTES = 256 << 20  # for xz's own window, at most", "257"): "any such limit",
+    ("artifacts/packed.py", "_MEMORY_BYTES = 256 << 20  # for xz's own window, at most", "21"): "any such limit",
 }
 
 _SWAPPED: dict[type[ast.AST], type[ast.AST]] = {

@@ -79,8 +79,8 @@ def test_what_a_line_becomes(text: str, became: list[str]) -> None:
 
 
 def test_a_mutant_is_the_file_with_one_thing_changed() -> None:
-    found = mutants.mutants("artifacts/files/lock.py")
-    whole = ast.unparse(ast.parse((ROOT / "artifacts/files/lock.py").read_text())).splitlines()
+    found = mutants.mutants("artifacts/locking.py")
+    whole = ast.unparse(ast.parse((ROOT / "artifacts/locking.py").read_text())).splitlines()
     assert len(found) > 20
     for one in found:
         there = one.source.splitlines()
@@ -94,7 +94,7 @@ def test_mutants_are_judged_by_their_tests() -> None:
     """Those of one small file, in a process that has not imported the product; no change at all lives."""
     code = """
 from tests.reach import chosen, mutants
-file = "artifacts/files/blob.py"
+file = "artifacts/publishing.py"
 with mutants.product() as place:
     path = place / "pretuned" / file
     before = path.read_text()

@@ -18,9 +18,9 @@ from emulated_driver import EmulatedGpu, emulated
 from made import ON_H200, PROBLEM, SPECS, WIDE, bundle, modelled, snapshot, write
 
 import pretuned.runtime
+from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import BundleUnreadable
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.problem import Problem
+from pretuned.artifacts.records import Problem
 from pretuned.runtime import explain, hooks, locks, preload, register_compiler, reload, settings
 from pretuned.runtime.dispatch import compiled as dispatch_compiled
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot

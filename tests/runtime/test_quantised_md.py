@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pretuned.artifacts.records.precision import PRECISIONS
+from pretuned.artifacts.records import PRECISIONS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "runtime" / "quantised.md"
 E, H, I = 4, 256, 128  # noqa: E741

@@ -14,9 +14,9 @@ import pytest
 from made import ON_A100, ON_L40S, SPECS, variant
 from processes import copy_of
 
-from pretuned.artifacts.files.blob import read_checked, write_checked
-from pretuned.artifacts.files.lock import lock
-from pretuned.artifacts.records.target import LocalGpu
+from pretuned.artifacts.locking import lock
+from pretuned.artifacts.publishing import read_checked, write_checked
+from pretuned.artifacts.records import LocalGpu
 from pretuned.runtime import reload, verdicts
 from pretuned.runtime.verdicts import is_wrong, known, note, path_of, verdict
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pretuned.kernels.contract.activations import UNGATED as UNGATED
-from pretuned.kernels.contract.activations import Activation
+from pretuned.kernels.activations import UNGATED as UNGATED
+from pretuned.kernels.activations import Activation
 from pretuned.runtime.ops.activation import RowActivation
 
 GATED: tuple[str | Activation, ...] = (

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Source
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.records import Bundle, Choice, Gpu, Kernel, Op, Problem, Source
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 12080)
 H100 = Gpu("NVIDIA H100 80GB HBM3", 132, 81559, 12080)

@@ -15,13 +15,10 @@ from emulated_driver import H200, EmulatedGpu, Launch
 from emulated_kernels import bundle_of, made
 from host_gpu import SLOTS, publish_alone
 
-from pretuned.artifacts.records.bundle import Choice, Source
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, Problem, RowOp
-from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
-from pretuned.kernels.contract.spec import Spec
+from pretuned.artifacts.records import Choice, DType, Fusion, Op, Problem, RowOp, Source
 from pretuned.kernels.hopper_w8a8_block import scale_columns
 from pretuned.kernels.rowops import RowOpSpec
+from pretuned.kernels.spec import Config, Loads, Schedule, Spec, TileRows
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.weights.row_codes import values_of_rows
 

@@ -11,11 +11,9 @@ import triton
 
 from pretuned.aot.compile.toolchain import unable
 from pretuned.aot.compile.triton import compile_variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, RowOp
-from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
-from pretuned.kernels.contract.spec import Spec
+from pretuned.artifacts.records import DType, Fusion, Layout, Op, RowOp
 from pretuned.kernels.rowops import MAKES_CODES, WEIGHT_OPS, RowOpSpec
+from pretuned.kernels.spec import Cache, Config, Edge, Loads, Schedule, Spec, TileRows
 
 FORWARD, DX, DW = Op
 BF16, NONE, LOW, GATHER = DType.BF16, Fusion.NONE, Fusion.LOW_RANK, Fusion.GATHER

@@ -26,12 +26,10 @@ from cudaconfig import Launch as Launched
 from cudaconfig import LaunchConfig, words_of
 from emulated_kernels import Code, code_at
 
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.bundle import Variant
-from pretuned.artifacts.records.problem import Fusion, Op, RowOp
-from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.contract.spec import Spec
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.records import Fusion, Gpu, LocalGpu, Op, RowOp, Variant
 from pretuned.kernels.rowops import RowOpSpec
+from pretuned.kernels.spec import Spec
 from pretuned.runtime.driver import cuda, launcher
 from pretuned.runtime.driver import device as driver_device
 from pretuned.runtime.launch.gemm import LoadedKernel, load_kernel

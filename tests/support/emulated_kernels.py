@@ -18,20 +18,31 @@ from typing import Any, NamedTuple
 import numpy as np
 from rowops_in_numpy import PASSES, at
 
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Producer, TensorMap, Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
-from pretuned.artifacts.records.target import Gpu, Target
+from pretuned.artifacts.codec import encode
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.records import (
+    Bundle,
+    Choice,
+    DType,
+    Fusion,
+    Gpu,
+    Kernel,
+    Layout,
+    Op,
+    Problem,
+    Producer,
+    RowOp,
+    Target,
+    TensorMap,
+    Variant,
+)
 from pretuned.kernels import registry, rowops
-from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.launch_abi import ZERO_TAIL
-from pretuned.kernels.contract.spec import Spec, w_kn
-from pretuned.kernels.hardware.arch import arch_of
-from pretuned.kernels.launchable import undeclared, unlaunchable
+from pretuned.kernels.arch import arch_of
+from pretuned.kernels.entry import ZERO_TAIL
 from pretuned.kernels.plans import with_plans
+from pretuned.kernels.registry import undeclared, unlaunchable
 from pretuned.kernels.rowops import Block, RowOpSpec
+from pretuned.kernels.spec import Config, Spec, w_kn
 
 DRIVER = 11080  # of CUDA 11.8: shipped bundles need 12.0, so a test's bundles alone are used
 _ELEMENTS = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}  # CUtensorMapDataType

@@ -11,14 +11,11 @@ from typing import Any
 from pretuned.aot.demand.tuner import OnDemand
 from pretuned.aot.plan.families import Pool, families
 from pretuned.aot.plan.plan import BuildPlan
-from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Producer, Source, Variant
-from pretuned.artifacts.records.problem import Problem
-from pretuned.artifacts.records.target import Gpu, LocalGpu, Target
-from pretuned.kernels.contract.config import Config, Loads
-from pretuned.kernels.contract.launch_abi import LAUNCH_ABI
-from pretuned.kernels.contract.spec import Spec
+from pretuned.artifacts.records import Bundle, Choice, Gpu, Kernel, LocalGpu, Problem, Producer, Source, Target, Variant
+from pretuned.kernels.entry import LAUNCH_ABI
 from pretuned.kernels.plans import with_plans
 from pretuned.kernels.registry import ENTRIES, entry_of
+from pretuned.kernels.spec import Config, Loads, Spec
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 12080)
 H100 = Gpu("NVIDIA H100 80GB HBM3", 132, 81559, 12080)

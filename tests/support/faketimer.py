@@ -13,10 +13,9 @@ from pathlib import Path
 from pretuned.aot.journal.records import FAULT, WRONG, Failure, Measured, Rematch, Timing
 from pretuned.aot.journal.timings import plain_of
 from pretuned.aot.measure.job import MeasureJob, MeasureResult, Setup, WorkerInfo
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.problem import Fusion, Problem
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.records import Fusion, Gpu, Problem
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 13000)
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 import hashlib
 import random
 
-from pretuned.artifacts.records.bundle import (
+from pretuned.artifacts.records import (
     Bundle,
     Choice,
+    DType,
+    Fusion,
+    Gpu,
     Kernel,
+    Layout,
     Model,
+    Op,
     PlanRow,
+    Problem,
     Producer,
     Source,
+    Target,
     TensorMap,
     Variant,
     Way,
 )
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.artifacts.records.target import Gpu, Target
 
 ELF = bytes.fromhex("7f454c46020133070000000000000000")  # 64-bit, little-endian, NVIDIA's OS ABI
 

@@ -17,15 +17,12 @@ import torch
 from emulated_driver import H200, EmulatedGpu
 from emulated_kernels import Code, bundle_of, made
 
-from pretuned.artifacts.files.packed import pack
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.bundle import Bundle, Choice, Source
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
-from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.contract.spec import Spec
+from pretuned.artifacts.codec import encode
+from pretuned.artifacts.packed import pack
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.records import Bundle, Choice, DType, Fusion, Layout, Op, Problem, RowOp, Source, bucket_of
 from pretuned.kernels.rowops import WITHOUT_DTYPE, RowOpSpec
+from pretuned.kernels.spec import Config, Loads, Schedule, Spec
 from pretuned.runtime import grouped_gemm, reload, sort_routing
 from pretuned.runtime.api.product_plan import PlainPlan
 from pretuned.runtime.dispatch import snapshot

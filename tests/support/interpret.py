@@ -13,15 +13,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records import DType, Fusion, Layout, Op, Problem
 from pretuned.kernels import registry
-from pretuned.kernels.contract import launch_abi
-from pretuned.kernels.contract import spec as contract_spec
-from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.kernels import spec as contract_spec
+from pretuned.kernels.entry import CLEARER_ROWS, RAGGED_SIZES, ZERO_TAIL, ragged_strides
 from pretuned.kernels.portable_plain import lookup, weight
 from pretuned.kernels.portable_plain import rows as portable_rows
 from pretuned.kernels.portable_plain.tiles import expert_rows, locate
+from pretuned.kernels.spec import Config, Loads, Schedule
 
 GUARD = 3.0  # what y holds where the kernel must not write
 RANK = 20  # of a low-rank part: no whole step of the reduction
@@ -165,10 +164,10 @@ def run_rows(case: dict[str, Any]) -> dict[str, Any]:
             "flags": fusion.value,
         }
     if case["zero_tail"]:
-        values["flags"] = fusion.value | launch_abi.ZERO_TAIL
+        values["flags"] = fusion.value | ZERO_TAIL
         if Fusion.SCATTER in fusion:
             assert registry.clears(spec.fusion, config)
-            tiles += -(-limit // launch_abi.CLEARER_ROWS)
+            tiles += -(-limit // CLEARER_ROWS)
     launch(portable_rows.rows, spec, case, tiles, values)
 
     wrong = []
@@ -231,7 +230,7 @@ def run_weight(case: dict[str, Any]) -> dict[str, Any]:
     }
     for name, box in registry.boxes(spec).items():
         rows: torch.Tensor = values[name]
-        sizes, strides = [*launch_abi.RAGGED_SIZES, rows.shape[1]], [*launch_abi.ragged_strides(rows.stride(0)), 1]
+        sizes, strides = [*RAGGED_SIZES, rows.shape[1]], [*ragged_strides(rows.stride(0)), 1]
         values[name] = TensorDescriptor(rows, sizes, strides, list(box))
     launch(weight.weight, spec, case, registry.weight_tiles(N, K, E, config), values)
 

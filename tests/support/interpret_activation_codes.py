@@ -13,7 +13,7 @@ from typing import Any
 import quick_interpreter  # noqa: F401
 import torch
 
-from pretuned.kernels.contract.activations import Activation
+from pretuned.kernels.activations import Activation
 from pretuned.kernels.hopper_w8a8_block import scale_columns
 from pretuned.kernels.rowops import USED
 from pretuned.kernels.rowops.activation import activation

@@ -11,14 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records import Fusion, Layout, Op, Problem
 from pretuned.kernels import reference, registry
-from pretuned.kernels.contract import launch_abi
-from pretuned.kernels.contract.config import Config, Schedule
-from pretuned.kernels.contract.spec import Spec, gemm_of
+from pretuned.kernels.entry import CLEARER_ROWS, ZERO_TAIL
 from pretuned.kernels.portable_plain import lookup
 from pretuned.kernels.portable_plain.tiles import expert_rows, expert_tiles, locate
 from pretuned.kernels.portable_w4a16.rows import coded
+from pretuned.kernels.spec import Config, Schedule, Spec, gemm_of
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.check.tensors import address_of
 
@@ -120,8 +119,8 @@ def run(case: dict[str, Any]) -> list[str]:
     assert registry.refusal(spec) is None, registry.refusal(spec)
     flags, tiles = fusion.value, registry.most_tiles(M, E, gemm.columns, config)
     if case["zero_tail"]:
-        flags |= launch_abi.ZERO_TAIL
-        tiles += -(-limit // launch_abi.CLEARER_ROWS) if scatters else 0
+        flags |= ZERO_TAIL
+        tiles += -(-limit // CLEARER_ROWS) if scatters else 0
         used = reference.expert_bounds(counts, M)[-1][1]
         rest = (want[:limit, : gemm.columns] == GUARD).all(1) if scatters else torch.arange(limit) >= used
         rest &= torch.arange(limit) < (limit if scatters else M)

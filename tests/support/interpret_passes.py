@@ -9,10 +9,9 @@ from typing import Any
 import quick_interpreter  # noqa: F401
 import torch
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import RowOp
+from pretuned.artifacts.records import DType, RowOp
 from pretuned.kernels import reference, rowops
-from pretuned.kernels.contract.activations import Activation
+from pretuned.kernels.activations import Activation
 from pretuned.kernels.rowops import activation, gather_combine, place, sort, zero_rows
 from pretuned.runtime.ops.activation import RowActivation, by_torch
 

@@ -15,13 +15,11 @@ import triton.language as tl
 from interpret_coded import DTYPES, FEW, GUARD, weights
 from triton.runtime import interpreter
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op
+from pretuned.artifacts.records import DType, Fusion, Layout, Op
 from pretuned.kernels import reference, registry
-from pretuned.kernels.contract import launch_abi
-from pretuned.kernels.contract.config import Config, Schedule
-from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.entry import CLEARER_ROWS, ZERO_TAIL
 from pretuned.kernels.portable_w8a8.rows import w8a8
+from pretuned.kernels.spec import Config, Schedule, Spec
 
 MOST = {"fp32": 1e-6, "bf16": 6e-3}  # (the interpreter cuts bf16 off)
 GROUP = 128
@@ -104,8 +102,8 @@ def run(case: dict[str, Any]) -> list[str]:
     assert registry.refusal(spec) is None, registry.refusal(spec)
     flags, tiles = fusion.value, registry.most_tiles(M, E, N, config)
     if case["zero_tail"]:
-        flags |= launch_abi.ZERO_TAIL
-        tiles += -(-limit // launch_abi.CLEARER_ROWS) if scatters else 0
+        flags |= ZERO_TAIL
+        tiles += -(-limit // CLEARER_ROWS) if scatters else 0
         used = reference.expert_bounds(counts, M)[-1][1]
         rest = (want[:limit, :N] == GUARD).all(1) if scatters else torch.arange(limit) >= used
         rest &= torch.arange(limit) < (limit if scatters else M)

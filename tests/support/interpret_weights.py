@@ -12,8 +12,7 @@ import numpy as np
 import quick_interpreter  # noqa: F401
 import torch
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import RowOp
+from pretuned.artifacts.records import DType, RowOp
 from pretuned.kernels import rowops
 from pretuned.kernels.rowops import RowOpSpec, constants
 from pretuned.kernels.rowops.weights import dequantize_weights, largest_weight, move_codes, quantize_weights

@@ -7,9 +7,9 @@ import sys
 
 import torch
 
-from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
-from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.launch_abi import parameter_bytes
+from pretuned.artifacts.bundle_file import BundleFile, open_bundle
+from pretuned.artifacts.records import Op
+from pretuned.kernels.entry import parameter_bytes
 from pretuned.runtime.driver import cuda
 from pretuned.runtime.launch.gemm import load_kernel, product_launcher
 

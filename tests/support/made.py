@@ -7,14 +7,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.bundle import Bundle, Choice, Kernel, Model, Producer, Source, Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.artifacts.records.target import Gpu, LocalGpu, Target
-from pretuned.kernels.contract.config import Config
+from pretuned.artifacts.codec import encode
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.records import (
+    Bundle,
+    Choice,
+    DType,
+    Fusion,
+    Gpu,
+    Kernel,
+    Layout,
+    LocalGpu,
+    Model,
+    Op,
+    Problem,
+    Producer,
+    Source,
+    Target,
+    Variant,
+)
 from pretuned.kernels.plans import with_plans
+from pretuned.kernels.spec import Config
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.snapshot import Snapshot
 

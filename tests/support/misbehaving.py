@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pretuned.aot.compile.triton import Compiled, compile_variant
 from pretuned.artifacts.errors import CompileError
-from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.rowops import RowOpSpec
+from pretuned.kernels.spec import Spec
 
 
 def _odd(spec: Spec | RowOpSpec) -> bool:

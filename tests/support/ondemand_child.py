@@ -7,8 +7,7 @@ import sys
 from pretuned.aot.demand.tuner import measure_in_child
 from pretuned.aot.demand.worker import compile_in_child
 from pretuned.aot.plan.plan import BuildPlan
-from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
-from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records import PLAIN_DTYPES, DType, Op, Problem
 
 if __name__ == "__main__":
     if sys.argv[1] == "compile":

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 
+from pretuned.artifacts.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.errors import PretunedError
-from pretuned.artifacts.files.bundle_file import BundleFile, open_bundle
-from pretuned.kernels.hardware.arch import arch_of
+from pretuned.kernels.arch import arch_of
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.launch import proof
 from pretuned.runtime.launch.loader import loaded

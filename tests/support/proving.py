@@ -9,7 +9,7 @@ from typing import Any
 from emulated_driver import EmulatedGpu, Launch
 from rowops_in_numpy import at
 
-from pretuned.artifacts.records.problem import Op, RowOp
+from pretuned.artifacts.records import Op, RowOp
 from pretuned.kernels.rowops import MAKES_CODES
 
 _RESULTS = {

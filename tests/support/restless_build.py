@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 from pretuned.aot.compile.pool import CompileJob, compile_all
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import RowOp
+from pretuned.artifacts.records import DType, RowOp
 from pretuned.kernels.rowops import RowOpSpec
 
 

@@ -13,10 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from pretuned.artifacts.records.precision import PRECISIONS, DType
-from pretuned.artifacts.records.problem import RowOp
+from pretuned.artifacts.records import PRECISIONS, DType, RowOp
 from pretuned.kernels import rowops
-from pretuned.kernels.contract.activations import KINDS, Activation
+from pretuned.kernels.activations import KINDS, Activation
 from pretuned.kernels.hopper_w8a8_block import scale_columns
 from pretuned.kernels.rowops import RowOpSpec, programs, rows_at_once, tile_of, tiles
 from pretuned.runtime.ops.activation import RowActivation, by_torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.bundle import Bundle
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.records import Bundle
 
 BUNDLES = Path(__file__).resolve().parents[2] / "artifacts" / "bundles"
 

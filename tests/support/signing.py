@@ -7,9 +7,9 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from pretuned.artifacts.files.packed import is_packed, split, unpack
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.files.signature import SUFFIX, encode, message
+from pretuned.artifacts.packed import is_packed, split, unpack
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.signature import SUFFIX, encode, message
 
 PRIVATE = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 STRANGER = Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33)))

@@ -21,8 +21,8 @@ from pretuned.aot.process.scratch import scratch_folder
 from pretuned.aot.tune.scheduler import Remeasure, cells_to_remeasure
 from pretuned.aot.tune.shortlist import ConfigPairs
 from pretuned.aot.tune.space import TuningSpace
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.problem import Problem
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.records import Problem
 
 
 @contextlib.contextmanager

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.artifacts.files import packed
-from pretuned.artifacts.format import index
+from pretuned.artifacts import format, packed
 
 BUNDLES = Path(__file__).resolve().parents[2] / "artifacts" / "bundles"
 
@@ -25,4 +24,4 @@ def kept(patch: pytest.MonkeyPatch) -> None:
         yield from known(data, where, sm) if ships else unpack(data, where, sm)
 
     patch.setattr(packed, "unpack", remembered)
-    patch.setattr(index, "read_variant", functools.lru_cache(maxsize=8192)(index.read_variant))
+    patch.setattr(format, "read_variant", functools.lru_cache(maxsize=8192)(format.read_variant))

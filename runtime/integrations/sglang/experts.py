@@ -27,8 +27,8 @@ from sglang.srt.layers.moe.utils import (
 from sglang.srt.runtime_context import get_flags, get_server_args
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import DType
-from ...kernels.contract.activations import Activation
+from ...artifacts.records import DType
+from ...kernels.activations import Activation
 from ...kernels.hopper_w4a16 import SIZES, prepares
 from ...runtime.api.experts import experts_mlp
 from ...runtime.api.moe import moe_mlp
@@ -260,7 +260,7 @@ def activation_of(config: Any) -> RowActivation | str:
 
 
 def _read_by(runner: str, layer: Any, config: Any) -> str | None:
-    """Why SGLang's own runner of quantised weights computes another activation than its Triton runner; None if not."""
+    """Why this SGLang runner of quantised weights computes another activation than SGLang's Triton runner, or None."""
     settings = ActivationSettings.of(config)
     if runner == "marlin" and settings.activation in ("silu", "situ") and settings.is_gated:
         if settings.alpha is None and settings.clamp_limit is not None:
@@ -290,7 +290,7 @@ def layer_of(config: Any, dtype: DType | None = None) -> ServedLayer:
 
 
 def _experts_of_all(config: Any) -> tuple[int, int]:
-    """How many experts all ranks have, and how many of these, shared, are on each; zeros where SGLang does not say."""
+    """(experts of all ranks, shared experts that each rank has); 0 if SGLang does not say."""
     return getattr(config, "num_experts", None) or 0, getattr(config, "num_fused_shared_experts", None) or 0
 
 
@@ -401,7 +401,7 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
         both: tuple[torch.Tensor | ExpertWeights, torch.Tensor | ExpertWeights],
         arguments: dict[str, Any],
     ) -> Any:
-        """Rows of DeepEP v2, sorted by expert: each expert's begin at a multiple, and their ends are known."""
+        """Run rows of DeepEP v2: sorted by expert, each expert's first row at a multiple of ``expert_alignment``."""
         ends, align = dispatch_output.psum_num_recv_tokens_per_expert, dispatch_output.expert_alignment
         starts = torch.zeros_like(ends)
         starts[1:] = (ends[:-1] + align - 1) // align * align
@@ -413,7 +413,7 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
 
 
 def _second_result(y: torch.Tensor, weights: torch.Tensor | None) -> Any:
-    """What DeepEP v2 combines; older versions of SGLang do not have it."""
+    """The input of DeepEP v2's combine step; imported here, as older versions of SGLang lack it."""
     from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import DeepEPv2CombineInput
 
     return DeepEPv2CombineInput(y, weights)

@@ -20,7 +20,7 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import create_moe_dispatcher
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import PRECISIONS
+from ...artifacts.records import PRECISIONS
 from ...runtime.ops.activation import RowActivation
 from ...runtime.weights.checkpoints import gptq_zeros
 from ...runtime.weights.codes import unpack
@@ -48,7 +48,7 @@ class Packing(LoadedFormat):
         for which in _WHICH:
             codes = getattr(layer, f"{which}_{self.ends[0]}")
             rows, columns = codes.shape[1:]
-            weights = codes.element_size() * 8 // PRECISIONS[self.name].w.bits  # in one code
+            weights = codes.element_size() * 8 // PRECISIONS[self.name].w.bits  # weights per element of the codes
             if self.packing == "awq":
                 sizes.append((columns * weights, rows))
             else:
@@ -68,7 +68,7 @@ class Packing(LoadedFormat):
         return ExpertWeights.int4(codes.view(torch.uint8).view(E, N, K // 2), scale.view(E, N, -1), *zeros)
 
     def turn(self, layer: Any, *, undo: bool = False) -> None:
-        """Exchange N and K of what lies in the parameters, in place and expert by expert; their shapes stay."""
+        """Transpose the parameters' contents from K x N to N x K in place, expert by expert; their shapes stay."""
         for which, (N, K) in zip(_WHICH, self.shapes(layer), strict=True) if self.K_first else ():
             there, back = _MOVES[self.packing]
             for codes in getattr(layer, f"{which}_{self.ends[0]}").data:
@@ -89,12 +89,12 @@ class Experts:
     def __init__(self, format: Packing, runner: Any, width: int, own: Any = None) -> None:
         self.format, self.runner, self.width, self.own = format, runner, width, own
         self.weights: tuple[ExpertWeights, ...] | None = None
-        self.is_raw = True  # as SGLang's loader writes and reads them
+        self.is_raw = True  # parameters are in the layout that SGLang's loader writes and reads
         self.unreadable: str | None = None  # why what SGLang has loaded is not what the checkpoint has
-        self._raw: dict[str, tuple[torch.dtype, torch.Size]] = {}  # dtypes and shapes of replaced parameters before
+        self._raw: dict[str, tuple[torch.dtype, torch.Size]] = {}  # original dtypes and shapes of replaced parameters
         self._sizes: list[tuple[int, int]] = []  # N and K of the products as SGLang loads them
-        self._parts = 1  # of gate_up, each padded by itself
-        self._bias: torch.Tensor | None = None  # of gate and up, padded
+        self._parts = 1  # matrices in gate_up, each padded by itself
+        self._bias: torch.Tensor | None = None  # the padded bias of gate and up
 
     @property
     def is_padded(self) -> bool:

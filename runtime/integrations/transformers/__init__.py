@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ...artifacts.errors import InputError, PretunedError
-from ...artifacts.records.problem import Layout, Op, Problem
+from ...artifacts.records import Layout, Op, Problem
 from ...runtime.api.grouped_gemm import grouped_gemm
 from ...runtime.api.lora import Lora
 from ...runtime.api.moe import moe_mlp
@@ -324,9 +324,9 @@ def _grouped(
 
 
 def _expected(experts: Any, ids: torch.Tensor) -> int | None:
-    """How many of the ids choose an expert of this rank, where the module has a part of its config's experts.
+    """The expected number of ids for this rank's experts, if other ranks have the rest; None if every id is for them.
 
-    None for a single id a token: transformers' all-to-all hands over rows of this rank alone, as tokens of one each.
+    With one id for each token every id is: transformers' all-to-all sends such tokens, only to their experts' rank.
     """
     tokens, top_k = ids.shape
     if not getattr(experts, "_is_expert_parallel", False) or top_k == 1:

@@ -63,7 +63,7 @@ def view_anywhere(experts: Any, name: str) -> torch.Tensor | None:
 
 
 def adds_to_codes(experts: Any) -> bool:
-    """Whether a parametrization adds an adapter to codes: no code has right results then."""
+    """True if a parametrization adds an adapter to quantised codes: nothing can compute that correctly."""
     lists = experts.__dict__.get("_modules", {}).get("parametrizations", ())
     return any(
         name + codes_end in lists and isinstance(getattr(experts, name + scale_end, None), torch.Tensor)
@@ -74,7 +74,7 @@ def adds_to_codes(experts: Any) -> bool:
 
 @contextlib.contextmanager
 def held(experts: Any, name: str, lora: Lora) -> Iterator[None]:
-    """Calls of the experts have this adapter of a weight."""
+    """Within the block, calls of the experts use this adapter for the weight ``name``."""
     adapters: dict[str, Lora] | None = getattr(experts, _HELD, None)
     if adapters is None:  # (torch 2.11's compiler traces no setdefault of __dict__)
         adapters = {}
@@ -87,7 +87,7 @@ def held(experts: Any, name: str, lora: Lora) -> Iterator[None]:
 
 
 def held_by(experts: Any, name: str) -> Lora | None:
-    """The adapter that this call has of a weight."""
+    """The LoRA adapter of a weight, by its parameter's name, in the running call; None if it has none."""
     adapters: dict[str, Lora] = experts.__dict__.get(_HELD, {})
     return adapters.get(name)
 

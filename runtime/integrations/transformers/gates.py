@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules import module as modules
 
-from ...artifacts.code.syntax import function_sha256
 from ...artifacts.errors import InputError
-from ...kernels.contract.activations import UNGATED, Activation
+from ...artifacts.syntax import function_sha256
+from ...kernels.activations import UNGATED, Activation
 from ...runtime.ops.activation import RowActivation
 
 # A name in a namespace, and what it meant when the code that reads it was recognised.
@@ -79,7 +79,7 @@ def _softcapped(experts: Any) -> Activation | None:
 
 
 def _silu_of_act_fn(experts: Any, name: str, **numbers: str) -> Activation | None:
-    """An activation of which act_fn is the silu."""
+    """The activation ``name`` with ``numbers``, whose silu is act_fn; None if act_fn is another function."""
     return _with_numbers(experts, name, **numbers) if _of_act_fn(experts) == _SILU else None
 
 
@@ -120,7 +120,7 @@ def _of_act_fn(experts: Any) -> Activation | None:
 
 
 def _is_own_module(module: Any) -> bool:
-    """Whether a module is exactly of a known class, with nothing hung on it."""
+    """True if a module is of a recognised class itself, without hooks and with its class's own forward."""
     kind = type(module)
     recognised = _classes.get(kind) or _recognise_class(kind)
     if recognised is None or kind.__call__ is not recognised.call or kind.forward is not recognised.forward:
@@ -215,7 +215,7 @@ def _holds(own: _Own, function: FunctionType) -> bool:
 
 def source_digest(code: CodeType) -> str | None:
     """16 hex digits of a function's arguments and statements; None where its source is not to be had."""
-    try:  # of the code: of a function inspect would show what it says that it wraps
+    try:  # the code object's source: for a function, inspect follows __wrapped__
         return function_sha256(textwrap.dedent(inspect.getsource(code))).hex()[:16]
     except (OSError, TypeError, ValueError, SyntaxError):
         return None
@@ -228,7 +228,7 @@ def _reads(function: FunctionType) -> tuple[_Read, ...] | None:
         name = instruction.argval
         if instruction.opname == "LOAD_GLOBAL":
             spaces: tuple[Mapping[str, Any], ...] = (function.__globals__,)
-        elif name in function.__code__.co_names:  # of some object: of one of these, if it is no setting of self
+        elif name in function.__code__.co_names:  # an attribute: torch's, or self's
             spaces = vars(torch), vars(nn), vars(functional)
         else:
             continue
@@ -237,7 +237,7 @@ def _reads(function: FunctionType) -> tuple[_Read, ...] | None:
                 if not _is_torch_s(name, space[name]):
                     return None
                 reads.append((space, name, space[name]))
-        if hasattr(torch.Tensor, name):  # C's: a method of the class itself would hide it
+        if hasattr(torch.Tensor, name):  # must come from the C base class, not be overridden
             if name in vars(torch.Tensor):
                 return None
             reads.append((vars(torch.Tensor), name, None))

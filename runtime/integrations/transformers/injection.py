@@ -29,14 +29,14 @@ _TUNERS = "peft.tuners.tuners_utils"
 
 
 def watch(parent: Any, model: Any) -> None:
-    """Where ``parent``, which gets ``model``, is one of PEFT's tuners: its class shows experts from now on."""
+    """If ``parent``, which wraps ``model``, is a PEFT tuner, patch its class so that PEFT finds experts' weights."""
     tuners = sys.modules.get(_TUNERS)
     if tuners is not None and isinstance(parent, tuners.BaseTuner) and isinstance(model, torch.nn.Module):
         _shows(tuners.BaseTuner)
 
 
 def watch_loaded() -> None:
-    """Where PEFT is loaded: its class shows experts from now on, to models too that have their tuner already."""
+    """If PEFT is imported, patch its tuner class, also for models that already have a tuner."""
     tuners = sys.modules.get(_TUNERS)
     if tuners is not None:
         _shows(tuners.BaseTuner)
@@ -93,7 +93,7 @@ def shown(model: Any, config: Any) -> Iterator[None]:
         yield
     finally:
         config._custom_modules = registered
-        for experts in model.modules():  # PEFT's layer_replication has made copies that share them
+        for experts in model.modules():  # PEFT's layer_replication copies modules, which share parameters
             for name in WEIGHTS:
                 if id(getattr(experts, "_parameters", {}).get(name)) in added:
                     del experts._parameters[name]

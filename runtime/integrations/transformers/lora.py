@@ -110,7 +110,7 @@ def _spare(kind: Any) -> None:
 
 
 def _checked() -> bool:
-    """Whether torch's ``register_parametrization`` asks, while it makes the list that the parametrization is in."""
+    """True if torch's ``ParametrizationList.__init__`` is among the callers, which tries a new parametrization."""
     frame = sys._getframe(2)
     for _ in range(_NEAR):
         if frame is None:
@@ -123,5 +123,5 @@ def _checked() -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _is_known(code: CodeType) -> bool:
-    """Whether it is PEFT's: torch.baddbmm(W, self.lhs, self.rhs, alpha=self.scaling) without autocast."""
+    """True if the code is PEFT's forward: torch.baddbmm(W, self.lhs, self.rhs, alpha=self.scaling) without autocast."""
     return source_digest(code) == "4b545d603f1f6049"

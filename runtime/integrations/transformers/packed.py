@@ -90,13 +90,13 @@ def keep_compressed_tensors() -> None:
 
 
 class _StoredCodes(NamedTuple):
-    """How experts lie in a checkpoint: the name's end and type of codes, how many one holds, and a scale's block."""
+    """Experts in a checkpoint: codes' name end and dtype, weights per element (``many``), scales' dtype and block."""
 
     end: str
     dtype: torch.dtype
     many: int
     scale: torch.dtype
-    block: tuple[int, int]  # of rows and columns; 0: all
+    block: tuple[int, int]  # rows and columns that share a scale; 0: all
 
 
 def _codes_of(config: Any, name: str) -> _StoredCodes | None:

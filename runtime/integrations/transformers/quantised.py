@@ -30,7 +30,7 @@ from ..loaded_format import scale_of_rows
 _NAME = "_pretuned_weights"
 _STORED = "_pretuned_stored"
 CAPTURED = "_pretuned_captured"  # in a module whose parameters a CUDA graph reads in the checkpoint's layout
-# Of codes and scales: of transformers' fp8, of gpt-oss, and of compressed-tensors' packed and other codes.
+# Name ends of codes and scales: transformers' fp8, gpt-oss, compressed-tensors' packed and other codes.
 ENDS = (("", "_scale_inv"), ("_blocks", "_scales"), ("_packed", "_scale"), ("", "_scale"))
 _GROUPS = (32, 64, 128)  # of int4
 
@@ -40,7 +40,7 @@ class _Stored(NamedTuple):
 
     codes: str
     scale: str
-    codes_like: tuple[torch.dtype, tuple[int, ...]]  # the shape of one expert's
+    codes_like: tuple[torch.dtype, tuple[int, ...]]  # the dtype, and the shape for one expert
     scale_like: tuple[torch.dtype, tuple[int, ...]]
 
 
@@ -49,9 +49,9 @@ class _KnownWeights(NamedTuple):
 
     codes: weakref.ref[torch.Tensor]
     scale: weakref.ref[torch.Tensor]
-    state: tuple[object, ...]  # of the parameters
+    state: tuple[object, ...]  # identity of the parameters' memory
     weights: ExpertWeights
-    version: list[int | None]  # of the scales that ``weights`` has a copy of
+    version: list[int | None]  # write counts of the scales that were copied into ``weights``
 
 
 class _Known(dict[str, _KnownWeights]):
@@ -137,13 +137,13 @@ def _parameters(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor, st
 
 
 def _is_cast(codes: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether a module of fp8 was cast: its codes are numbers without scales then."""
+    """True if an fp8 module was cast (``model.to(dtype)``): its codes are now bf16 or wider, still unscaled."""
     wide = codes.is_floating_point() and codes.element_size() > 1
     return wide and codes.dim() == scale.dim() == 3 and codes.shape[0] == scale.shape[0]
 
 
 def was_cast(experts: Any) -> bool:
-    """Whether codes of the module were cast: the module's own code would ignore scales then."""
+    """True if the module's codes were cast: its own forward would then ignore the scales."""
     parameters = experts.__dict__.get("_parameters", {})
     pairs = (
         [parameters.get(name + end) for end in ends]
@@ -207,7 +207,7 @@ def _after_load(experts: Any, *_: Any) -> None:
 
 
 def drop_stale(experts: Any) -> None:
-    """Forget weights whose parameters have other memory by now, so that the old memory is freed."""
+    """Drop cached weights whose parameters have moved to other memory, so that the old memory is freed."""
     cached: _Known = experts.__dict__.get(_NAME, _Known())
     for name, entry in list(cached.items()):
         codes, scale = entry.codes(), entry.scale()
@@ -216,7 +216,7 @@ def drop_stale(experts: Any) -> None:
 
 
 def _by_matrix(experts: Any) -> bool:
-    """Whether transformers' fp8 has a scale for each matrix, gate and up being two."""
+    """True if transformers' fp8 has one scale for each matrix: gate, up and down."""
     return getattr(experts, "block_size", ()) is None
 
 
@@ -260,7 +260,7 @@ def prepare_parameters(experts: Any, names: tuple[str, str], wanted: Callable[[E
 
 
 def _is_lent(experts: Any) -> bool:
-    """Whether accelerate's offloading, ZeRO or FSDP2 gives the module its parameters for one call."""
+    """True if the module has its parameters only during a call: accelerate's offloading, ZeRO or FSDP2."""
     hook = getattr(experts, "_hf_hook", None)
     hooks = getattr(hook, "hooks", (hook,))
     if getattr(experts, "_is_replica", False) or any(getattr(hook, "offload", False) for hook in hooks):
@@ -407,14 +407,14 @@ def _like(like: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _watch(experts: Any) -> None:
-    """Have state_dict and load_state_dict speak of the checkpoint's layout, and other implementations find it."""
+    """Hook the module: state_dict, load_state_dict and other expert implementations see the checkpoint's layout."""
     experts.register_state_dict_post_hook(_after_state)
     experts.register_load_state_dict_pre_hook(_before_load)
     experts.register_forward_pre_hook(_before_forward)
 
 
 def _after_state(experts: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Translate prepared tensors of a state_dict: these are copies, and of a GPU's in the host's memory."""
+    """Put copies of prepared tensors, in the checkpoint's layout and in host memory, into a state_dict."""
     for stored in experts.__dict__.get(_STORED, {}).values():
         codes, scale = (state.get(prefix + name) for name in stored[:2])
         if codes is not None and scale is not None and codes.dim() == PREPARED_DIMS:
@@ -439,7 +439,7 @@ def _before_load(experts: Any, state: dict[str, Any], prefix: str, local: dict[s
 def _prepared_state(
     experts: Any, stored: _Stored, state: dict[str, Any], keys: list[str]
 ) -> dict[str, torch.Tensor] | None:
-    """A checkpoint's tensors as the parameters are; None for scales or codes that prepared weights have no room for."""
+    """A checkpoint's tensors in the parameters' layout; None if the prepared layout can't represent them."""
     translated = {}
     parameters = [experts._parameters[name] for name in stored[:2]]
     format = _weights(*(_local(parameter.detach()) for parameter in parameters), by_matrix=_by_matrix(experts)).format

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from ...artifacts.errors import HostError
-from ...artifacts.records.precision import DType
-from ...artifacts.records.problem import Fusion, Layout, Op, Problem
+from ...artifacts.records import DType, Fusion, Layout, Op, Problem
 from ...runtime.api.gradients import grouped_gemm_dW as _dW
 from ...runtime.api.gradients import grouped_gemm_dX as _dX
 from ...runtime.api.grouped_gemm import grouped_gemm as _grouped_gemm
@@ -29,7 +28,7 @@ from ...runtime.driver.device import local_gpu
 from .cache import clear_cache, load_cached_config, save_cached_config
 
 if TYPE_CHECKING:
-    from ...kernels.contract.config import Config
+    from ...kernels.spec import Config
 
 __all__ = [
     "GroupedGemm",
@@ -55,7 +54,7 @@ _logged: set[str] = set()
 class KernelConfig:
     """A preferred kernel: a tile, its warps and stages. What pretuned has no knob for changes nothing.
 
-    ``permute_x``, ``permute_y`` and ``fuse_mul_post`` are told by the call's own parameters; ``flatten`` and
+    ``permute_x``, ``permute_y`` and ``fuse_mul_post`` are parameters of the call; ``flatten`` and
     ``use_tma_store`` have no counterpart here.
     """
 
@@ -73,7 +72,7 @@ class KernelConfig:
     @property
     def knobs(self) -> dict[str, int]:
         """The preference by the names of a ``Config``'s knobs."""
-        from ...kernels.contract.config import Loads
+        from ...kernels.spec import Loads
 
         named = {"block_m": self.BLOCK_SIZE_M, "block_n": self.BLOCK_SIZE_N, "block_k": self.BLOCK_SIZE_K}
         loads = any(getattr(self, f"use_tma_load_{name}", False) for name in ("w", "x", "dy"))
@@ -83,7 +82,7 @@ class KernelConfig:
 
 @dataclasses.dataclass
 class KernelConfigForward(KernelConfig):
-    """Of the forward."""
+    """A preferred kernel for y."""
 
     use_tma_load_w: bool = False
     use_tma_load_x: bool = False
@@ -91,7 +90,7 @@ class KernelConfigForward(KernelConfig):
 
 @dataclasses.dataclass
 class KernelConfigBackward_dX(KernelConfig):  # noqa: N801, the documented name
-    """Of the gradient of X."""
+    """A preferred kernel for dX."""
 
     use_tma_load_dy: bool = False
     use_tma_load_w: bool = False
@@ -99,7 +98,7 @@ class KernelConfigBackward_dX(KernelConfig):  # noqa: N801, the documented name
 
 @dataclasses.dataclass
 class KernelConfigBackward_dW(KernelConfig):  # noqa: N801, the documented name
-    """Of the gradient of W."""
+    """A preferred kernel for dW."""
 
     use_tma_load_dy: bool = False
     use_tma_load_x: bool = False

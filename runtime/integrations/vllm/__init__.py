@@ -152,7 +152,7 @@ def _keep(method: Any, params_dtype: Any) -> None:
 
 
 def _ask_after(module: Any) -> None:
-    """For MoE layers with quantised weights: have a module's configs ask pretuned after they chose vLLM's method."""
+    """Patch ``get_quant_method`` of a vLLM module's configs: for MoE layers pretuned's method may replace vLLM's."""
     classes = [getattr(module, name) for name in _CONFIGS[module.__name__]]
     for config in classes:
         own = vars(config).get("get_quant_method")
@@ -161,7 +161,7 @@ def _ask_after(module: Any) -> None:
 
 
 def _asking(own: Callable[..., Any], classes: list[type]) -> Callable[..., Any]:
-    """``own`` of a config, and pretuned's method in place of a MoE layer's. Other configs' subclasses get ``own``."""
+    """Wrap ``get_quant_method``: a MoE layer may get pretuned's method. Subclasses elsewhere are unaffected."""
 
     @functools.wraps(own)
     def get_quant_method(self: Any, layer: Any, *arguments: Any, **named: Any) -> Any:
@@ -169,7 +169,7 @@ def _asking(own: Callable[..., Any], classes: list[type]) -> Callable[..., Any]:
         if method is None or type(self) not in classes or PLUG_IN.is_off:
             return method
         if not hasattr(method, "moe") or type(method).__module__.startswith("pretuned."):
-            return method  # no MoE layer's, or another config that this one asks has asked
+            return method  # not a MoE layer's, or pretuned's already, from a config that this one called
         ours = PLUG_IN.attempt("take a layer", _take_quantised, method, layer) or method
         PLUG_IN.count(taken=ours is not method)
         return ours

@@ -24,8 +24,8 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from vllm.platforms import current_platform
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import DType
-from ...kernels.contract.activations import Activation
+from ...artifacts.records import DType
+from ...kernels.activations import Activation
 from ...runtime.api.experts import experts_mlp
 from ...runtime.api.moe import moe_mlp
 from ...runtime.check.tensors import DTYPES
@@ -193,7 +193,7 @@ def activation_of(moe: Any, settings: ActivationNumbers) -> RowActivation | str:
 
 
 def refusal_of(moe: Any, act: RowActivation | str, dtype: DType | None, *, everywhere: bool) -> str | None:
-    """Why a layer is none of pretuned's, of the reasons that all layers share. ``dtype``: of w."""
+    """Why pretuned does not run a layer, quantised or not; None if nothing forbids it. ``dtype`` is w's."""
     parallel = moe.moe_parallel_config
     if moe.moe_backend != "auto":
         return f"--moe-backend {moe.moe_backend} asks for it"
@@ -386,7 +386,7 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         )
 
     def _expected(self, ids: torch.Tensor, experts: int, counts: Any) -> int | None:
-        """How many of the ids are of this rank: as the all-to-all counted them, or as with experts chosen alike."""
+        """The number of ids for this rank's experts: the all-to-all's count, or expected if all are equally likely."""
         tokens, top_k = ids.shape
         counted = getattr(counts, "expert_num_tokens_cpu", None)
         if counted is not None:
@@ -394,14 +394,14 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         return expected_rows(tokens, top_k, self.moe_config.num_local_experts, experts)
 
     def _with_none(self, expert_map: torch.Tensor) -> torch.Tensor:
-        """The map with one -1 more at its end, where an id of -1 looks (of padding, and of other ranks' experts)."""
+        """``expert_map`` with one more -1 at its end, so that id -1 (padding, other ranks' experts) maps to -1."""
         if self._map is None or self._map[0] is not expert_map:
             self._map = expert_map, torch.cat([expert_map, expert_map.new_full((1,), -1)])
         return self._map[1]
 
 
 class PretunedBatchedExperts(PretunedExperts):
-    """One ``experts_mlp`` a layer, of tokens that an all-to-all hands over by expert; its combine weights and sums."""
+    """Runs ``experts_mlp`` on tokens that an all-to-all groups by expert; its combine step weights and sums."""
 
     @staticmethod
     def activation_format() -> Any:
@@ -409,11 +409,11 @@ class PretunedBatchedExperts(PretunedExperts):
         return mk.FusedMoEActivationFormat.BatchedExperts
 
     def supports_expert_map(self) -> bool:
-        """Whether ids are looked at: the all-to-all has done so."""
+        """False: the all-to-all has applied the map already."""
         return False
 
     def finalize_weight_and_reduce_impl(self) -> Any:
-        """The all-to-all says how."""
+        """The all-to-all weights and sums."""
         return TopKWeightAndReduceDelegate()
 
     def workspace_shapes(

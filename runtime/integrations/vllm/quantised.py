@@ -1,11 +1,10 @@
 """vLLM's MoE layers with quantised weights on pretuned: what is loaded, how it is prepared, and which layers it is for.
 
-The tensors of the checkpoint are loaded as they are, and the layer's parameters become prepared ones, a product at a
-time. Weights that are loaded again (``reload_weights``) are written over the first ones, so a captured graph goes on;
-vLLM then copies each parameter to where it is.
+The checkpoint's tensors are loaded unchanged; then each GEMM's parameters become prepared weights. Weights that are
+loaded again (``reload_weights``) are written into the first ones' memory, so captured graphs stay valid.
 
-Whatever fails while the weights are prepared, or with the first token, vLLM's own method takes the layer: it gets the
-weights that were loaded, in the checkpoint's layout.
+If preparing the weights or the first forward fails, vLLM's own method takes the layer over, with the loaded weights in
+the checkpoint's layout.
 
 Imported inside vLLM alone, by ``__init__.py``.
 """
@@ -26,7 +25,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from ...artifacts.errors import InputError
-from ...artifacts.records.precision import PRECISIONS
+from ...artifacts.records import PRECISIONS
 from ...runtime.ops.activation import RowActivation
 from ...runtime.weights.checkpoints import gptq_zeros
 from ...runtime.weights.expert_weights import ExpertWeights
@@ -57,8 +56,8 @@ _SCALES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3
 class Format(LoadedFormat):
     """The format of a layer's parameters, and how vLLM's loader spreads them over ranks.
 
-    ``loaded_by`` is vLLM's word for that of scales: "tensor" and "channel" of fp8, else any that splits them as codes.
-    ``unread`` ends the names of what is loaded and not read: scales of x, and GPTQ's order, which is the natural one.
+    ``loaded_by``: vLLM's name for the split of scales, "tensor" or "channel" for fp8; others are split like codes.
+    ``unread``: name ends of tensors that are loaded but not used: x's scales, and GPTQ's g_idx, which is in order.
     """
 
     loaded_by: str = "group"
@@ -66,17 +65,17 @@ class Format(LoadedFormat):
 
     @property
     def is_copied(self) -> bool:
-        """Whether prepared weights can't give any of the loaded tensors back."""
+        """True if no loaded tensor can be computed from the prepared weights."""
         return self.has_zeros or bool(self.packing)
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """The ends of those that they can't give back."""
+        """The name ends of loaded tensors that can't be computed from the prepared weights."""
         return self.ends if self.is_copied else self.derived
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The rows and columns of weights that have a scale."""
+        """The rows and columns of w that share one scale."""
         return max(1, self.scale.rows), max(1, self.scale.columns)
 
     @property
@@ -87,12 +86,12 @@ class Format(LoadedFormat):
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype | None, torch.dtype]:
-        """Of codes, scales (None: the layer's) and zero points or global scales."""
+        """The dtypes of codes, scales (None: the layer's dtype), and zero points or global scales."""
         more = torch.int32 if self.has_zeros or self.packing else torch.float32
         return _CODES[PRECISIONS[self.name].w.name], _SCALES[self.scale.name], more
 
     def shapes(self, N: int, K: int, parts: int) -> list[tuple[int, ...]]:
-        """Those of an expert's tensors, as the checkpoint has them. ``parts``: gate and up are two; 0 of down."""
+        """The shapes of an expert's tensors in the checkpoint. ``parts``: 2 for gate and up, 0 for down."""
         rows, columns = self.rows
         groups, of_parts = -(-K // columns), (parts,) if parts else ()
         if self.K_first:
@@ -186,7 +185,7 @@ def _k_first(name: str, packing: str, **how: Any) -> Format:
 
 
 def _wna16(method: Any) -> Format | str:
-    """Of ``--quantization moe_wna16``: AWQ's or GPTQ's tensors, which vLLM's own loader would rewrite."""
+    """The format of ``--quantization moe_wna16``: AWQ's or GPTQ's tensors, which vLLM's own loader would rewrite."""
     if not hasattr(method, "wna16_backend"):
         return "moe_wna16 of a vLLM before 0.32"
     how = method.quant_config
@@ -304,8 +303,8 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self._by_groups = type(own).__name__ == _INTERLEAVED  # its loader gives each rank whole groups of I
         self.moe_kernel: Any = None  # until weights were loaded
         self._created: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # the arguments of ``create_weights``
-        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None  # [E, N, ...], for who asks sizes of them
-        self._loaded: dict[str, torch.Tensor] = {}  # what prepared weights can't give back, until they were tried
+        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None  # for code that reads sizes
+        self._loaded: dict[str, torch.Tensor] = {}  # tensors that can't be restored, until it works
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
@@ -490,7 +489,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     @property
     def _own_width(self) -> int:
-        """How much of I was loaded."""
+        """The columns of I that were loaded on this rank."""
         moe = self.moe
         return _own_width(moe, self.format) if self._by_groups else int(moe.intermediate_size_per_partition)
 
@@ -499,7 +498,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         own, width, is_down = self._own_width, self._width, which == "w2"
         if own == width:
             return self.format.weights(*loaded.values())
-        if self._by_groups:  # the last rank's parameters have room for more than was loaded
+        if self._by_groups:  # the last rank's parameters are larger than its share
             w, group = self.format.per_word, self.format.rows[1]
             sizes = (own // w, own // group) if is_down else [own * (2 if self.act.gated else 1)] * 2
             parts = zip(loaded.items(), sizes, strict=True)
@@ -557,7 +556,7 @@ def _share(width: int, format: Format) -> int:
 
 
 def _own_width(moe: Any, format: Format) -> int:
-    """How much of I a loader that splits it by whole groups has for this rank: the last one may have less."""
+    """This rank's columns of I, split by whole scale groups; the last rank may have fewer."""
     parallel, width = moe.moe_parallel_config, moe.intermediate_size_per_partition_unpadded
     whole: int = getattr(moe, "intermediate_size", width * parallel.tp_size)  # older vLLM has the rank's alone
     share = _share(width, format)

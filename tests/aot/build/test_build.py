@@ -24,20 +24,17 @@ from pretuned.aot.compile.triton import compile_variant
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Family, Pool, by_code, families, specs
 from pretuned.aot.plan.plan import BuildPlan, plan
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import CompileError, HostError, InputError
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.files.lock import lock
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Bundle, Source, Variant
-from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
-from pretuned.kernels.contract.config import Cache, Config, Schedule, TileRows
-from pretuned.kernels.contract.launch_abi import LAUNCH_ABI, has_aligned_rows
-from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.cost.resources import rejection
-from pretuned.kernels.hardware.arch import arch_of
+from pretuned.artifacts.locking import lock
+from pretuned.artifacts.records import PLAIN_DTYPES, Bundle, DType, Fusion, Layout, Op, Problem, RowOp, Source, Variant
+from pretuned.kernels.arch import arch_of
+from pretuned.kernels.cost import rejection
+from pretuned.kernels.entry import LAUNCH_ABI, has_aligned_rows
 from pretuned.kernels.rowops import MAKES_CODES, WEIGHT_OPS
 from pretuned.kernels.search import candidates
+from pretuned.kernels.spec import Cache, Config, Schedule, Spec, TileRows
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +128,7 @@ if __name__ == "__main__":  # the workers run this file, too
     from pretuned.aot.models.load import load_models
     from pretuned.aot.plan.plan import plan
     from pretuned.aot.plan.families import Pool
-    from pretuned.artifacts.records.problem import Op
+    from pretuned.artifacts.records import Op
     models = [SMALL, ODD] if sys.argv[3] == "in order" else [ODD, SMALL]
     options = BuildOptions(Path(sys.argv[1]), workers=int(sys.argv[2]), space=Pool(_aligned, _fallbacks))
     build(plan(load_models(models, (Op.FORWARD,)).shapes), [int(one) for one in sys.argv[5].split(",")], options)

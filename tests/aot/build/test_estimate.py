@@ -11,8 +11,8 @@ from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.compile.shipped import Shipped
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import BuildPlan, plan
-from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.rowops import RowOpSpec
+from pretuned.kernels.spec import Spec
 
 # A build of these by ``--no-cache --measure no`` on two cores of a server, at the commit that this test came with.
 MODELS = (

@@ -39,16 +39,23 @@ from pretuned.aot.report.cells import roofline
 from pretuned.aot.report.sheets import sheet
 from pretuned.aot.tune.space import TuningSpace
 from pretuned.aot.tune.tuner import tune_problems
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Bundle, Source, Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem
-from pretuned.artifacts.records.target import LocalGpu
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.records import (
+    PLAIN_LAYOUTS,
+    Bundle,
+    DType,
+    Fusion,
+    Layout,
+    LocalGpu,
+    Op,
+    Problem,
+    Source,
+    Variant,
+)
 from pretuned.kernels import search
-from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.hardware.chips import chip_for
+from pretuned.kernels.chips import chip_for
+from pretuned.kernels.spec import Config, Loads, Schedule, Spec
 
 pytestmark = pytest.mark.slow
 

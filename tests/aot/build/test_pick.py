@@ -26,13 +26,11 @@ from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.process.scratch import scratch_folder
 from pretuned.aot.tune.outcome import Outcome, TuneObservers
 from pretuned.aot.tune.tuner import Entrants, tune_problems
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import CompileError
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.artifacts.records.target import LocalGpu
-from pretuned.kernels.contract.config import Config, Loads
-from pretuned.kernels.contract.launch_abi import has_aligned_rows
+from pretuned.artifacts.records import DType, LocalGpu, Op, Problem
+from pretuned.kernels.entry import has_aligned_rows
+from pretuned.kernels.spec import Config, Loads
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.snapshot import Snapshot
 

@@ -28,18 +28,15 @@ from pretuned.aot.journal.records import Measured, Timing
 from pretuned.aot.journal.timings import Timings
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import BuildPlan, plan, planned_on
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Bundle, Choice, Model, Source
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.launch_abi import has_aligned_rows
-from pretuned.kernels.cost.resources import Resources
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.records import Bundle, Choice, DType, Fusion, Gpu, Layout, LocalGpu, Model, Op, Problem, Source
+from pretuned.kernels.chips import chip_of
+from pretuned.kernels.cost import Resources
 from pretuned.kernels.cost_model import Ranker
-from pretuned.kernels.hardware.chips import chip_of
+from pretuned.kernels.entry import has_aligned_rows
+from pretuned.kernels.spec import Config
 from pretuned.runtime.dispatch.decide import Decision, settle
 from pretuned.runtime.dispatch.places import Kind, Place, installed_places
 from pretuned.runtime.dispatch.ranking import Candidate, Match, Origin

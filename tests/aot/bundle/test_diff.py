@@ -5,8 +5,8 @@ from claims import H100, H200, able, chosen, revised, with_twins
 
 from pretuned.aot.bundle.diff import diff, time_ratio
 from pretuned.aot.bundle.merge import merge
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Bundle
+from pretuned.artifacts import codec
+from pretuned.artifacts.records import Bundle
 
 pytestmark = pytest.mark.slow
 

@@ -15,12 +15,10 @@ from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Family, ships_unchosen
 from pretuned.aot.plan.plan import plan
+from pretuned.artifacts import codec
 from pretuned.artifacts.errors import BundleTooNew, BundleTooOld, InputError, TargetMismatch
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Bundle, Choice, Source
-from pretuned.artifacts.records.problem import Fusion, Op, Problem, RowOp
-from pretuned.artifacts.records.target import Gpu, Target, same_gpu
-from pretuned.kernels.contract.launch_abi import LAUNCH_ABI
+from pretuned.artifacts.records import Bundle, Choice, Fusion, Gpu, Op, Problem, RowOp, Source, Target, same_gpu
+from pretuned.kernels.entry import LAUNCH_ABI
 from pretuned.kernels.registry import ENTRIES
 
 pytestmark = pytest.mark.slow  # two models are compiled

@@ -12,13 +12,11 @@ from pretuned.aot.bundle.merge import merge
 from pretuned.aot.cli.inspect import contents
 from pretuned.aot.cli.prune import prune_bundle as prune
 from pretuned.aot.plan.plan import BuildPlan
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import BundleCorrupt
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Bundle, Choice, PlanRow, Way
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.artifacts.records import Bundle, Choice, DType, Fusion, Op, PlanRow, Problem, Way
+from pretuned.kernels.spec import Config, Loads, Schedule
 
 M = 8192
 ON_LOAD = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048, fusion=Fusion.GATHER)

@@ -14,12 +14,9 @@ from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Family, Pool
 from pretuned.aot.plan.plan import plan
+from pretuned.artifacts import codec
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Bundle, Source
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, RowOp
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.records import Bundle, DType, Gpu, Op, RowOp, Source
 from pretuned.kernels.rowops import WITHOUT_DTYPE
 
 pytestmark = pytest.mark.slow

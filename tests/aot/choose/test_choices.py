@@ -14,15 +14,11 @@ from pretuned.aot.models.catalogue import catalogue as known_models
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import CONFIG_LIMIT, GATED_CONFIGS, Family, Pool, families, optional, specs
 from pretuned.aot.plan.plan import BuildPlan, plan, planned_on
-from pretuned.artifacts.records.bundle import Source, Variant
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.artifacts.records import Fusion, Gpu, Layout, LocalGpu, Op, Problem, Source, Variant
 from pretuned.kernels import registry, search
-from pretuned.kernels.contract import launch_abi
-from pretuned.kernels.contract.config import Cache
-from pretuned.kernels.contract.launch_abi import has_aligned_rows
-from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.entry import LAUNCH_ABI, has_aligned_rows
 from pretuned.kernels.registry import entry_of
+from pretuned.kernels.spec import Cache, Spec
 from pretuned.runtime.dispatch.decide import Decision, settle
 from pretuned.runtime.dispatch.neighbours import Neighbourhood
 from pretuned.runtime.dispatch.places import Kind, Place
@@ -39,7 +35,7 @@ def _compiled(spec: Spec, sm: int) -> Compiled:
     variant = Variant(
         kernel=entry_of(spec).name,
         revision=1,
-        abi=launch_abi.LAUNCH_ABI,
+        abi=LAUNCH_ABI,
         op=spec.op,
         dtype=spec.dtype,
         layout=spec.layout,

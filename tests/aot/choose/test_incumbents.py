@@ -25,13 +25,10 @@ from pretuned.aot.journal.file import Contents, Header
 from pretuned.aot.journal.records import Incumbent, Measured, Rematch, Timing
 from pretuned.aot.journal.timings import Timings, cell_of
 from pretuned.aot.plan.plan import BuildPlan
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Bundle, Choice, Source
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.artifacts.records.target import LocalGpu
-from pretuned.kernels.contract.config import Config
+from pretuned.artifacts import codec
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.records import Bundle, Choice, DType, LocalGpu, Op, Problem, Source
+from pretuned.kernels.spec import Config
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.snapshot import Snapshot
 

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from pretuned.aot.choose.subset import MAX_LOSS, _Costs, select
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records import DType, Op, Problem
 
 Table = dict[tuple[Problem, int], list[tuple[int, float]]]
 

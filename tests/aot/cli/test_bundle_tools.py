@@ -15,11 +15,11 @@ from claims import H100, H200, able, chosen, revised, with_twins
 
 from pretuned.aot.bundle.verify import verify
 from pretuned.aot.cli.build import _in_context
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.files.lock import lock
-from pretuned.artifacts.files.packed import pack
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format import codec
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.locking import lock
+from pretuned.artifacts.packed import pack
+from pretuned.artifacts.publishing import publish
 from pretuned.kernels.registry import ENTRIES
 
 

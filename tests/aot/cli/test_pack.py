@@ -19,7 +19,7 @@ import pytest
 import signing
 
 from pretuned.aot.pack.package import contents, tag
-from pretuned.artifacts.files.bundle_file import open_bundle
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.format import codec
 
 

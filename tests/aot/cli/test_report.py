@@ -13,8 +13,8 @@ from reports import cells_of
 
 from pretuned.aot.journal.file import Header, open_journal
 from pretuned.aot.journal.records import Measured, Timing
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts import codec
+from pretuned.artifacts.records import Gpu
 
 ROOT = Path(__file__).resolve().parents[3]
 A100 = Gpu("NVIDIA A100-SXM4-80GB", 108, 81920, 12080)

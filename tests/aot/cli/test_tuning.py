@@ -18,10 +18,9 @@ from pretuned.aot.journal.file import Header, open_journal, read_journal
 from pretuned.aot.journal.records import Incumbent, Measured, Timing
 from pretuned.aot.plan.families import serves
 from pretuned.aot.process import gpus as process_gpus
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Source, Variant
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.records import Gpu, Source, Variant
 
 # fp32 dW has the fewest candidates: 7 variants.
 MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..8 name=mine"

@@ -18,8 +18,8 @@ from pretuned.aot.cli.doctor import versions
 from pretuned.aot.cli.main import _VERBS
 from pretuned.aot.cli.table import next_steps
 from pretuned.aot.compile.toolchain import toolchain
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.kernels.contract.launch_abi import LAUNCH_ABI
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.kernels.entry import LAUNCH_ABI
 
 MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=mine"  # few candidates
 

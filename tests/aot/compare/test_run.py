@@ -33,7 +33,7 @@ from pretuned.aot.compare.run import (
 from pretuned.aot.measure.clock import HostClock
 from pretuned.aot.measure.inputs import activations, routed_rows, weights
 from pretuned.aot.models.load import load_models
-from pretuned.artifacts.records.problem import Op
+from pretuned.artifacts.records import Op
 
 CPU = torch.device("cpu")
 EVEN, ODD = "shape:E=4,H=64,I=32,k=2 name=even", "shape:E=4,H=50,I=33,k=2 name=odd"

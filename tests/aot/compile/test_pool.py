@@ -16,10 +16,8 @@ from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.compile.pool import CompileJob, CompileResult, compile_all
 from pretuned.aot.process.scratch import scratch_folder
 from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.spec import Spec
+from pretuned.artifacts.records import DType, Op
+from pretuned.kernels.spec import Config, Spec
 
 pytestmark = pytest.mark.slow
 

@@ -10,12 +10,10 @@ from compiled import keep_compiled
 
 from pretuned.aot.compile.ptx import cut, fit, rewrites, streamed, written
 from pretuned.aot.compile.triton import compile_variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op
-from pretuned.kernels.contract.config import Cache, Config, Loads, Schedule, TileRows
-from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.cost.resources import MAX_SPILL_BYTES
+from pretuned.artifacts.records import DType, Fusion, Layout, Op
+from pretuned.kernels.cost import MAX_SPILL_BYTES
 from pretuned.kernels.registry import refusal
+from pretuned.kernels.spec import Cache, Config, Loads, Schedule, Spec, TileRows
 
 LOAD = (
     "\t@%p9 cp.async.bulk.tensor.{rank}d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd3, {{%r2, %r4}}], "

@@ -19,15 +19,14 @@ from pretuned.aot.compile.shipped import Shipped, shipped_file
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Pool, to_compile
 from pretuned.aot.plan.plan import BuildPlan, plan
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.codec import decode, encode
 from pretuned.artifacts.errors import CompileError, HostError, InputError
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.format.codec import decode, encode
-from pretuned.artifacts.records.bundle import Bundle
-from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.cost.resources import rejection
-from pretuned.kernels.hardware.arch import arch_of
+from pretuned.artifacts.records import Bundle, Op
+from pretuned.kernels.arch import arch_of
+from pretuned.kernels.cost import rejection
 from pretuned.kernels.rowops import RowOpSpec
+from pretuned.kernels.spec import Spec
 from pretuned.runtime.dispatch.places import Kind, Place, candidates_name
 
 BUNDLES = Path(__file__).parents[3] / "artifacts" / "bundles"

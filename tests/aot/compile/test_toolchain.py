@@ -10,12 +10,10 @@ import pytest
 
 from pretuned.aot.compile import toolchain
 from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, RowOp
-from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
-from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.hardware.arch import supported
+from pretuned.artifacts.records import DType, Op, RowOp
+from pretuned.kernels.arch import supported
 from pretuned.kernels.rowops import RowOpSpec
+from pretuned.kernels.spec import Config, Loads, Schedule, Spec, TileRows
 
 PLAIN = Spec(Op.FORWARD, DType.BF16, Config(64, 128, 32, 4, 3))
 PASS = RowOpSpec(RowOp.GATHER, DType.BF16)

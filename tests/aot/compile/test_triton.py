@@ -12,12 +12,10 @@ from pretuned.aot.compile import triton
 from pretuned.aot.compile.ptx import source_of_rewrites_sha256
 from pretuned.aot.compile.triton import inputs_of, job_key
 from pretuned.artifacts.errors import CompileError
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, RowOp
+from pretuned.artifacts.records import DType, Op, RowOp
 from pretuned.kernels import rowops
-from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
-from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.rowops import RowOpSpec
+from pretuned.kernels.spec import Config, Loads, Schedule, Spec, TileRows
 
 SPEC = Spec(Op.FORWARD, DType.BF16, Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE))
 
@@ -58,9 +56,9 @@ def test_what_each_pointer_of_a_kernel_points_at_is_said() -> None:
 DIGEST = """
 import hashlib
 from pretuned.aot.compile.triton import compile_variant
-from pretuned.artifacts.records.problem import DType, Op
+from pretuned.artifacts.records import DType, Op
 from pretuned.kernels.registry import Spec
-from pretuned.kernels.contract.config import Config, Loads
+from pretuned.kernels.spec import Config, Loads
 config = Config(64, 64, 64, 4, 2, loads=Loads.TMA)  # on wgmma
 print(hashlib.sha256(compile_variant(Spec(Op.FORWARD, DType.BF16, config), 90).cubin).hexdigest())
 """

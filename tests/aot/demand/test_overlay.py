@@ -15,16 +15,13 @@ from fakemeasure import CONFIG, H100, H200
 from pretuned.aot.demand import tuner
 from pretuned.aot.models.layer import LayerShard
 from pretuned.aot.plan.plan import BuildPlan, plan
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.files.lock import lock
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Bundle
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels.contract.config import Config, Loads
+from pretuned.artifacts.locking import lock
+from pretuned.artifacts.records import Bundle, DType, Gpu, Op, Problem
 from pretuned.kernels.registry import ENTRIES
+from pretuned.kernels.spec import Config, Loads
 
 OTHER = Config(128, 128, 64, 8, 3, loads=Loads.TMA)
 

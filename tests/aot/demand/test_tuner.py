@@ -29,14 +29,12 @@ import pretuned.aot
 from pretuned.aot.demand import api, tuner
 from pretuned.aot.demand.api import key_for
 from pretuned.aot.demand.tuner import CacheKey, OnDemand
+from pretuned.artifacts import codec
 from pretuned.artifacts.errors import HostError, InputError, ProblemNotInBundle
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.artifacts.records.target import LocalGpu
-from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.records import DType, Fusion, LocalGpu, Op, Problem
 from pretuned.kernels.registry import ENTRIES
+from pretuned.kernels.spec import Config, Loads, Schedule
 from pretuned.runtime import ExpertWeights, grouped_gemm, reload
 from pretuned.runtime.config_cache import MAX_FILES
 from pretuned.runtime.dispatch import snapshot

@@ -27,14 +27,11 @@ from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.process import child
 from pretuned.aot.process.scratch import scratch_folder
 from pretuned.aot.tune.tuner import tune_problems
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import CompileError, HostError, InputError
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Bundle, Source
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.artifacts.records.target import LocalGpu
-from pretuned.kernels.contract.spec import Spec
+from pretuned.artifacts.records import Bundle, DType, LocalGpu, Op, Problem, Source
+from pretuned.kernels.spec import Spec
 from pretuned.runtime import settings
 from pretuned.runtime.dispatch import snapshot
 
@@ -209,9 +206,9 @@ SCRIPT = """
 import sys
 print("begun", flush=True)
 import pretuned.aot
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.artifacts.records import DType
+from pretuned.artifacts.records import Op, Problem
+from pretuned.artifacts.records import Gpu, LocalGpu
 from pretuned.runtime import allow_jit
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.dispatch.decide import decide

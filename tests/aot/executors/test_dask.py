@@ -36,9 +36,9 @@ from pretuned.aot.plan.families import Pool
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.process import gpus as process_gpus
 from pretuned.aot.tune.tuner import NoGpu, Outcome, TuneObservers, tune_problems
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import HostError, InputError
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.bundle import Source
+from pretuned.artifacts.records import Source
 
 pytestmark = pytest.mark.slow
 
@@ -314,7 +314,7 @@ from pretuned.aot.process.interrupts import tidy_interrupts
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
 from pretuned.aot.tune.tuner import TuneObservers, tune_problems
-from pretuned.artifacts.records.problem import Op
+from pretuned.artifacts.records import Op
 executor, candidates, journal = sys.argv[1:]
 problems = plan(load_models([SMALL, ODD], (Op.FORWARD,)).shapes).buckets
 watch = TuneObservers(on_cell=lambda p: print("cell", p.done, flush=True))

@@ -10,9 +10,7 @@ import pytest
 from pretuned.aot.executors.dask_worker import info_bytes, info_of, result_bytes, result_of
 from pretuned.aot.journal.records import DIED, Failure, Incumbent, Measured, Rematch, Timing
 from pretuned.aot.measure.job import MeasureResult, WorkerInfo
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.records import DType, Gpu, Op, Problem
 
 PROBLEM = Problem(Op.FORWARD, DType.BF16, 8, 1024, 768)
 A, B = b"\1" * 32, b"\2" * 32

@@ -19,11 +19,8 @@ from hypothesis import strategies as st
 from pretuned.aot.journal.file import Header, OtherJournal, open_journal, read_journal
 from pretuned.aot.journal.records import Failure, Incumbent, Measured, Record, Rematch, Timing, from_value, to_value
 from pretuned.artifacts.errors import HostError, InputError
-from pretuned.artifacts.format.schema import INDEXED
-from pretuned.artifacts.records.bundle import Kernel
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.format import INDEXED
+from pretuned.artifacts.records import DType, Fusion, Gpu, Kernel, Layout, Op, Problem
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 13000)
 HEADER = Header(90, H200, (Kernel("rows", 1, b"\1" * 32), Kernel("weight", 2, b"\2" * 32)))

@@ -18,12 +18,9 @@ from pretuned.aot.journal.records import Failure, Measured, Rematch, Timing
 from pretuned.aot.journal.timings import CellTimes, Timings, cell_of
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.artifacts.limits import MAX_TIME_NS
-from pretuned.artifacts.records.bundle import Choice, Source, Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels.contract.config import Config, Loads
-from pretuned.kernels.hardware.chips import chip_of
+from pretuned.artifacts.records import Choice, DType, Fusion, Gpu, Layout, Op, Problem, Source, Variant
+from pretuned.kernels.chips import chip_of
+from pretuned.kernels.spec import Config, Loads
 
 H200 = Gpu("NVIDIA H200", 132, 143771, 13000)
 PROBLEM = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048)

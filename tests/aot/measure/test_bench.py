@@ -7,8 +7,7 @@ import pytest
 from pretuned.aot.measure.bench import Bench
 from pretuned.aot.measure.clock import orders
 from pretuned.aot.measure.job import MeasureJob
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records import DType, Op, Problem
 
 
 class Told:

@@ -8,10 +8,9 @@ from emulated_driver import EmulatedGpu, emulated
 from host_gpu import PERSISTENT
 
 from pretuned.aot.measure import inputs
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records import DType, Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
-from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.spec import Spec
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: the emulated one is for machines without")

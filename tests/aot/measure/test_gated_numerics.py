@@ -7,8 +7,7 @@ import torch
 
 from pretuned.aot.measure.bench import GatedNumericsCheck
 from pretuned.aot.measure.inputs import Tensors, activations, routed_rows, weights
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem
+from pretuned.artifacts.records import PLAIN_LAYOUTS, DType, Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
 
 E, N, K = 16, 784, 512  # 392 columns of y: the last group of 64 is cut off

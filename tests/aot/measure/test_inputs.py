@@ -7,7 +7,7 @@ import torch
 
 from pretuned.aot.journal.records import ROUTINGS
 from pretuned.aot.measure.inputs import measured_routings, quantised_weights, routed_rows, top_k_of
-from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records import DType
 
 
 def tiles(m_sizes: torch.Tensor, block: int) -> int:

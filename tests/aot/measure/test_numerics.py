@@ -7,8 +7,7 @@ import torch
 
 from pretuned.aot.measure.bench import NumericsCheck
 from pretuned.aot.measure.inputs import Tensors, activations, quantised_weights, routed_rows, weights
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem
+from pretuned.artifacts.records import PLAIN_LAYOUTS, DType, Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
 from pretuned.runtime.weights.codes import quantise_rows
 from pretuned.runtime.weights.row_codes import codes_of_rows, values_of_rows

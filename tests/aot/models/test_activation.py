@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pretuned.aot.models.layer import activation_in, parse_activation
-from pretuned.kernels.contract.activations import Activation
+from pretuned.kernels.activations import Activation
 
 OAI = Activation("swiglu_oai")
 

@@ -12,8 +12,8 @@ from pretuned.aot.models.hf_config import layers_of
 from pretuned.aot.models.layer import ExpertLayer
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
-from pretuned.artifacts.records.problem import Fusion, Layout
-from pretuned.kernels.contract.activations import Activation
+from pretuned.artifacts.records import Fusion, Layout
+from pretuned.kernels.activations import Activation
 
 HEADER = "\t".join(COLUMNS) + "\n"
 ROW = "org/A\t8\t2\t64\t32\t0\t0\t1\t-\tnk\t-\tconfig\t-\t-\t-\n"

@@ -19,7 +19,7 @@ from pretuned.aot.models.catalogue import find
 from pretuned.aot.models.hf_config import EXPERTS, PER_TOKEN, WIDTHS, layers_of
 from pretuned.aot.models.layer import ExpertLayer
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import Layout
+from pretuned.artifacts.records import Layout
 
 INTERFACE = families()
 pytestmark = [

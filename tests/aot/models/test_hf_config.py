@@ -16,9 +16,9 @@ from pretuned.aot.models import hf_config
 from pretuned.aot.models.hf_config import layers_of, read_model
 from pretuned.aot.models.layer import ExpertLayer
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.names import is_label
-from pretuned.artifacts.records.problem import Layout
-from pretuned.kernels.contract.activations import Activation
+from pretuned.artifacts.limits import is_label
+from pretuned.artifacts.records import Layout
+from pretuned.kernels.activations import Activation
 
 DEEPSEEK = {
     "model_type": "deepseek_v3",

@@ -12,8 +12,7 @@ from pretuned.aot.models.catalogue import catalogue
 from pretuned.aot.models.load import LoadedModels, load_models, words
 from pretuned.aot.plan.plan import plan, planned_on
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.precision import PLAIN_DTYPES, PRECISIONS, DType, dtypes_of
-from pretuned.artifacts.records.problem import Layout, Op
+from pretuned.artifacts.records import PLAIN_DTYPES, PRECISIONS, DType, Layout, Op, dtypes_of
 
 ROOT = Path(__file__).resolve().parents[3]
 MINE = "shape:E=16,H=512,I=240,k=2"

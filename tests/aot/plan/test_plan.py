@@ -10,12 +10,11 @@ from pretuned.aot.models.layer import LayerGemm, LayerShard
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Pool, low_rank_specs, row_kernel_specs, specs, to_compile
 from pretuned.aot.plan.plan import buckets_between, built_of_codes, padded, plan, planned_on, unaligned, without_code
-from pretuned.artifacts.records.precision import DType, dtypes_of
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp, bucket_of
-from pretuned.kernels.contract.spec import code_of
-from pretuned.kernels.hardware.arch import Feature, arch_of, supported
+from pretuned.artifacts.records import DType, Fusion, Layout, Op, Problem, RowOp, bucket_of, dtypes_of
+from pretuned.kernels.arch import Feature, arch_of, supported
 from pretuned.kernels.rowops import CODE_OPS, MAKES_CODES, RowOpSpec
 from pretuned.kernels.search import candidates
+from pretuned.kernels.spec import code_of
 
 QWEN3 = LayerShard(
     name="Qwen/Qwen3-30B-A3B",

@@ -4,7 +4,7 @@ import pytest
 
 from pretuned.aot.plan.targets import SUPPORTED, known_names, parse_sm, target_of
 from pretuned.artifacts.errors import HostError, InputError
-from pretuned.artifacts.records.target import Target
+from pretuned.artifacts.records import Target
 
 
 def no_gpu() -> None:

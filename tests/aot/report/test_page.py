@@ -22,15 +22,11 @@ from pretuned.aot.report.cells import Cell, State, roofline
 from pretuned.aot.report.page import headline, page
 from pretuned.aot.report.sheets import _chip as chip_of
 from pretuned.aot.report.sheets import sheet
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Bundle, PlanRow, Way
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels.cost.resources import Resources
-from pretuned.kernels.cost.routing import expected_rows
+from pretuned.artifacts import codec
+from pretuned.artifacts.records import Bundle, DType, Gpu, Op, PlanRow, Problem, Way
+from pretuned.kernels.chips import chip_for, chip_named
+from pretuned.kernels.cost import Resources, expected_rows
 from pretuned.kernels.cost_model import estimate_us
-from pretuned.kernels.hardware.chips import chip_for, chip_named
 
 A100 = Gpu("NVIDIA A100-SXM4-80GB", 108, 81920, 12080)
 

@@ -17,10 +17,9 @@ from pretuned.aot.journal.records import DIED, FAULT, HUNG, WRONG, Failure, Meas
 from pretuned.aot.measure.job import MeasureJob, MeasureResult, Setup, WorkerInfo, WorkerLost
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.tune.tuner import TuneObservers, tune_problems
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import HostError, InputError
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records import DType, Op, Problem
 
 pytestmark = pytest.mark.slow
 

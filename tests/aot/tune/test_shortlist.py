@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pretuned.aot.tune.shortlist import SHARE, Winners, contenders
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.kernels.contract.config import Config, Loads
+from pretuned.artifacts.records import DType, Fusion, Op, Problem
+from pretuned.kernels.spec import Config, Loads
 
 PROBLEM = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048)
 # The model's order at M = 64: decode tiles first.
@@ -82,9 +81,9 @@ def test_winners_are_asked_nearest_first() -> None:
     winners.add(PROBLEM._replace(op=Op.DX), 1024, NAMES[3])
     assert winners.near(PROBLEM, 2048) == [NAMES[1], NAMES[2], NAMES[0]]
     assert winners.near(PROBLEM, 64) == [NAMES[0], NAMES[1], NAMES[2]]
-    assert winners.transposed(gathers, 1024) == NAMES[1]
-    assert winners.transposed(gathers, 2048) is None
-    assert winners.transposed(PROBLEM, 1024) is None
+    assert winners.other_fusion(gathers, 1024) == NAMES[1]
+    assert winners.other_fusion(gathers, 2048) is None
+    assert winners.other_fusion(PROBLEM, 1024) is None
 
 
 def test_of_other_shapes_the_most_alike_are_asked_first() -> None:
@@ -118,6 +117,6 @@ def test_a_plain_product_measured_after_its_forms_is_not_narrowed_to_what_won_th
     winners = Winners()
     gathers = PROBLEM._replace(fusion=Fusion.GATHER)
     winners.add(gathers, 1024, NAMES[1])
-    assert winners.transposed(PROBLEM, 1024) is None
-    assert winners.transposed(PROBLEM._replace(fusion=Fusion.SCATTER), 1024) == NAMES[1]
+    assert winners.other_fusion(PROBLEM, 1024) is None
+    assert winners.other_fusion(PROBLEM._replace(fusion=Fusion.SCATTER), 1024) == NAMES[1]
     assert winners.near(PROBLEM, 1024) == [NAMES[1]]

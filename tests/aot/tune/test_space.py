@@ -14,14 +14,11 @@ from pretuned.aot.journal.records import Measured
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.tune.space import TuningSpace, fits
 from pretuned.aot.tune.tuner import Entrants, tune_problems
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Choice, Source
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.artifacts.records.target import LocalGpu
-from pretuned.kernels.contract.config import Config
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.records import Choice, DType, LocalGpu, Op, Problem, Source
+from pretuned.kernels.spec import Config
 from pretuned.runtime.dispatch.neighbours import Near, Neighbourhood
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.snapshot import Snapshot, Usable, View

@@ -22,10 +22,9 @@ from pretuned.aot.tune.outcome import CellsDone
 from pretuned.aot.tune.scheduler import Remeasure, cells_to_remeasure
 from pretuned.aot.tune.space import TuningSpace
 from pretuned.aot.tune.tuner import TuneObservers, tune_problems
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import CompileError
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.bundle import Choice, Source
-from pretuned.artifacts.records.problem import Problem
+from pretuned.artifacts.records import Choice, Problem, Source
 
 pytestmark = pytest.mark.slow
 

@@ -25,13 +25,11 @@ from pretuned.aot.measure.job import MeasureJob
 from pretuned.aot.plan.families import Pool, serves
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.tune.tuner import Entrants, NoGpu, TuneObservers, tune_problems
+from pretuned.artifacts import codec
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.format import codec
-from pretuned.artifacts.records.bundle import Source
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.kernels.contract.launch_abi import has_aligned_rows
+from pretuned.artifacts.records import DType, Op, Problem, Source
+from pretuned.kernels.entry import has_aligned_rows
 
 pytestmark = pytest.mark.slow
 
@@ -195,7 +193,7 @@ from pretuned.aot.process.interrupts import tidy_interrupts
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
 from pretuned.aot.tune.tuner import TuneObservers, tune_problems
-from pretuned.artifacts.records.problem import Op
+from pretuned.artifacts.records import Op
 if __name__ == "__main__":
     candidates, journal = map(Path, sys.argv[1:3])
     problems = plan(load_models([SMALL, ODD], (Op.FORWARD,)).shapes).buckets

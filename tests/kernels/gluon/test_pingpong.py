@@ -8,17 +8,14 @@ from pathlib import Path
 import pytest
 
 from pretuned.aot.plan.families import Family, Pool
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records import DType, Fusion, Layout, Op, Problem
 from pretuned.kernels import registry
-from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
-from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.cost.constants import CONSTANTS
-from pretuned.kernels.cost.resources import Resources
+from pretuned.kernels.arch import limits
+from pretuned.kernels.chips import chip_for
+from pretuned.kernels.cost import CONSTANTS, Resources
 from pretuned.kernels.cost_model import estimate_us
-from pretuned.kernels.hardware.arch import limits
-from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search import candidates, shared_bytes_at_least
+from pretuned.kernels.spec import Cache, Config, Edge, Loads, Schedule, Spec, TileRows
 
 SPECIALIZED = Path(__file__).parents[3] / "kernels" / "hopper_plain" / "rows.py"
 ROWS = Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG)

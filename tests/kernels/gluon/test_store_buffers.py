@@ -6,12 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op
+from pretuned.artifacts.records import DType, Fusion, Op
 from pretuned.kernels import registry
-from pretuned.kernels.contract.config import Edge, TileRows
-from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.search import candidates
+from pretuned.kernels.spec import Edge, Spec, TileRows
 
 FITTED = Path(__file__).parents[3] / "kernels" / "hopper_plain" / "fitted.py"
 

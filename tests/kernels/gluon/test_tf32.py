@@ -13,17 +13,15 @@ import pytest
 from compiled import keep_compiled
 
 from pretuned.aot.compile.triton import compile_variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
+from pretuned.artifacts.records import DType, Op, Problem
 from pretuned.kernels import registry
-from pretuned.kernels.contract.config import Config, Edge, Loads, Schedule
-from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.cost.resources import Resources, rejection
+from pretuned.kernels.arch import arch_of
+from pretuned.kernels.chips import chip_for
+from pretuned.kernels.cost import Resources, rejection
 from pretuned.kernels.cost_model import estimate_us
 from pretuned.kernels.gluon.tf32 import LEFT, RIGHT, STEP
-from pretuned.kernels.hardware.arch import arch_of
-from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search import candidates
+from pretuned.kernels.spec import Config, Edge, Loads, Schedule, Spec
 
 CONFIG = Config(32, 128, 256, 8, 3, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
 SPEC = Spec(Op.DW, DType.TF32, CONFIG)

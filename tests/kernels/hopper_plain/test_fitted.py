@@ -8,16 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from pretuned.aot.plan.families import Family, Pool
-from pretuned.artifacts.records.precision import PLAIN_DTYPES, DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
+from pretuned.artifacts.records import PLAIN_DTYPES, DType, Fusion, Layout, Op, Problem
 from pretuned.kernels import registry
-from pretuned.kernels.contract.config import PINGPONG_COLUMNS, Cache, Config, Edge, Loads, Schedule, TileRows
-from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.cost.constants import CONSTANTS
-from pretuned.kernels.cost.resources import Resources
+from pretuned.kernels.chips import chip_for
+from pretuned.kernels.cost import CONSTANTS, Resources
 from pretuned.kernels.cost_model import estimate_us
-from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search import candidates
+from pretuned.kernels.spec import PINGPONG_COLUMNS, Cache, Config, Edge, Loads, Schedule, Spec, TileRows
 
 KERNEL = Path(__file__).parents[3] / "kernels" / "hopper_plain" / "fitted.py"
 BOTH = Config(256, 128, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE, rows=TileRows.FITTED)

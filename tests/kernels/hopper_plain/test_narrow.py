@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Layout, Op, Problem
+from pretuned.artifacts.records import DType, Layout, Op, Problem
 from pretuned.kernels import registry
-from pretuned.kernels.contract.config import Config, Edge, Loads, Schedule
-from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.cost.resources import Resources
+from pretuned.kernels.chips import chip_for
+from pretuned.kernels.cost import Resources
 from pretuned.kernels.cost_model import estimate_us
-from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search import candidates
+from pretuned.kernels.spec import Config, Edge, Loads, Schedule, Spec
 
 WIDE = Config(32, 128, 256, 8, 8, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
 NARROW = WIDE._replace(edge=Edge.HALF)

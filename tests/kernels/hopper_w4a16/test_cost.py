@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
-from pretuned.kernels.cost.resources import Resources
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.records import DType, Op, Problem
+from pretuned.kernels.arch import arch_of
+from pretuned.kernels.chips import chip_for, chip_named
+from pretuned.kernels.cost import Resources
 from pretuned.kernels.cost_model import Ranker, estimate_us
-from pretuned.kernels.hardware.arch import arch_of
-from pretuned.kernels.hardware.chips import chip_for, chip_named
 from pretuned.kernels.hopper_w4a16 import DTYPES
 from pretuned.kernels.search import candidates, shared_bytes_at_least
+from pretuned.kernels.spec import Config, Loads, Schedule, TileRows
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks/results"

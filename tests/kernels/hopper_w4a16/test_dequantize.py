@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pretuned.aot.measure.inputs import quantised_weights
-from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records import DType
 from pretuned.kernels.codes import CODES
 from tests.support.ptx import carried_out, numbers, rounded
 

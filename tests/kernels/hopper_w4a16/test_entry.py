@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op
+from pretuned.artifacts.records import DType, Fusion, Op
 from pretuned.kernels import registry
 from pretuned.kernels.codes import CODES
-from pretuned.kernels.contract.config import Config, Edge, Loads, Schedule, TileRows
-from pretuned.kernels.contract.entry import KernelEntry
-from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.entry import KernelEntry
 from pretuned.kernels.hopper_w4a16 import (
     DTYPES,
     ROWS_W4A16,
@@ -24,6 +21,7 @@ from pretuned.kernels.hopper_w4a16 import (
 )
 from pretuned.kernels.registry import refusal
 from pretuned.kernels.search import candidates
+from pretuned.kernels.spec import Config, Edge, Loads, Schedule, Spec, TileRows
 
 OWN = [DType(name) for name in CODES]  # of rows_wna16
 ZERO = [DType.INT4_G32_ZP, DType.INT4_G64_ZP, DType.INT4_G128_ZP]

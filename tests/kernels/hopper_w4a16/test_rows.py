@@ -9,15 +9,13 @@ import pytest
 from compiled import keep_compiled
 
 from pretuned.aot.compile.triton import compile_variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op
+from pretuned.artifacts.records import DType, Fusion, Op
 from pretuned.kernels import registry
-from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
-from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.cost.resources import rejection
-from pretuned.kernels.hardware.arch import arch_of
-from pretuned.kernels.launchable import unlaunchable
+from pretuned.kernels.arch import arch_of
+from pretuned.kernels.cost import rejection
+from pretuned.kernels.registry import unlaunchable
 from pretuned.kernels.search import candidates, shared_bytes_at_least
+from pretuned.kernels.spec import Config, Loads, Schedule, Spec, TileRows
 
 MOST_SPILLED_BYTES = 64
 # Tiles that share out K, and such whose rows are fitted: their loop is there once for each number of rows.

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels.cost.resources import Resources
+from pretuned.artifacts.records import DType, Fusion, Layout, Op, Problem
+from pretuned.kernels.chips import chip_named
+from pretuned.kernels.cost import Resources
 from pretuned.kernels.cost_model import Ranker, estimate_us
-from pretuned.kernels.hardware.chips import chip_named
 from pretuned.kernels.search import candidates, shared_bytes_at_least
 
 JOURNAL = Path(__file__).parents[3] / "benchmarks/results/quantised-h100.journal.xz"

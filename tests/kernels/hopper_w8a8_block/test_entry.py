@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op
+from pretuned.artifacts.records import DType, Fusion, Op
 from pretuned.kernels import registry
-from pretuned.kernels.contract.config import Config, Edge, Loads, Schedule, TileRows
-from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.hardware.arch import arch_of
+from pretuned.kernels.arch import arch_of
 from pretuned.kernels.hopper_w8a8_block import ROWS_W8A8_BLOCK, scale_columns, stage_bytes
 from pretuned.kernels.registry import refusal
 from pretuned.kernels.search import candidates, shared_bytes_at_least
+from pretuned.kernels.spec import Config, Edge, Loads, Schedule, Spec, TileRows
 
 CONFIG = Config(128, 256, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.W8A8_BLOCK)
 

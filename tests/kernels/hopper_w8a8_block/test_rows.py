@@ -8,14 +8,13 @@ import pytest
 from compiled import keep_compiled
 
 from pretuned.aot.compile.triton import compile_variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op
+from pretuned.artifacts.records import DType, Fusion, Op
 from pretuned.kernels import registry
-from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.cost.resources import rejection
-from pretuned.kernels.hardware.arch import arch_of
-from pretuned.kernels.launchable import unlaunchable
+from pretuned.kernels.arch import arch_of
+from pretuned.kernels.cost import rejection
+from pretuned.kernels.registry import unlaunchable
 from pretuned.kernels.search import candidates
+from pretuned.kernels.spec import Spec
 
 MOST_SPILLED_BYTES = 64
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, Problem
+from pretuned.artifacts.records import DType, Fusion, Op, Problem
 from pretuned.kernels import registry
 from pretuned.kernels.codes import BLOCK
-from pretuned.kernels.contract.config import Config, Edge, Loads, Schedule, TileRows
-from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.hopper_w8a8_channel import PART, ROWS_W8A8_CHANNEL
 from pretuned.kernels.registry import refusal
 from pretuned.kernels.search import candidates
+from pretuned.kernels.spec import Config, Edge, Loads, Schedule, Spec, TileRows
 
 MANY = Config(256, 128, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.W8A8_CHANNEL, rows=TileRows.FITTED)
 FEW = Config(16, 64, 512, 8, 3, loads=Loads.TMA, schedule=Schedule.W8A8_CHANNEL)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 
 from pretuned.aot.compile.triton import compile_variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.kernels.contract.config import Config, Loads
-from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.cost.resources import Resources, rejection
+from pretuned.artifacts.records import DType, Fusion, Layout, Op, Problem
+from pretuned.kernels.arch import arch_of, limits
+from pretuned.kernels.chips import chip_for
+from pretuned.kernels.cost import Resources, rejection
 from pretuned.kernels.cost_model import estimate_us
-from pretuned.kernels.hardware.arch import arch_of, limits
-from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.registry import constants
+from pretuned.kernels.spec import Config, Loads, Spec
 
 TILE = Config(128, 128, 32, 4, 3, loads=Loads.TMA)
 DX = Spec(Op.DX, DType.TF32, TILE)

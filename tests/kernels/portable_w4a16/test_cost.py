@@ -6,14 +6,13 @@ import math
 
 import pytest
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Layout, Op, Problem
-from pretuned.kernels.contract.config import Config, Schedule
-from pretuned.kernels.cost.resources import Resources
+from pretuned.artifacts.records import DType, Layout, Op, Problem
+from pretuned.kernels.arch import limits, supported
+from pretuned.kernels.chips import chip_for
+from pretuned.kernels.cost import Resources
 from pretuned.kernels.cost_model import estimate_us
-from pretuned.kernels.hardware.arch import limits, supported
-from pretuned.kernels.hardware.chips import chip_for
 from pretuned.kernels.search import candidates, shared_bytes_at_least
+from pretuned.kernels.spec import Config, Schedule
 
 H200 = chip_for(90)
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op
+from pretuned.artifacts.records import DType, Fusion, Layout, Op
 from pretuned.kernels import registry
-from pretuned.kernels.contract.config import Config, Schedule
-from pretuned.kernels.contract.spec import Spec, takes_codes_of_x
-from pretuned.kernels.hardware.arch import Feature, arch_of, supported
+from pretuned.kernels.arch import Feature, arch_of, supported
 from pretuned.kernels.portable_w4a16 import CODED, DTYPES, order_of
 from pretuned.kernels.portable_w8a8 import DTYPES as OF_BOTH
 from pretuned.kernels.portable_w8a8 import W8A8
 from pretuned.kernels.registry import refusal
 from pretuned.kernels.search import candidates, fallbacks
+from pretuned.kernels.spec import Config, Schedule, Spec, takes_codes_of_x
 
 TILE = Config(16, 64, 128, 4, 4, schedule=Schedule.TILE)
 MXFP4 = Spec(Op.FORWARD, DType.MXFP4, TILE, Layout.STORED)

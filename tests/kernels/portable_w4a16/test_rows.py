@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import warm
 
-from pretuned.artifacts.records.precision import PRECISIONS
-from pretuned.artifacts.records.problem import Fusion
+from pretuned.artifacts.records import PRECISIONS, Fusion
 from pretuned.runtime.weights.order import ORDERS
 
 WORKER = Path(__file__).parents[2] / "support" / "interpret_coded.py"

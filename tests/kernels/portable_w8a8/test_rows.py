@@ -13,11 +13,9 @@ import pytest
 import warm
 
 from pretuned.aot.compile import triton as compiler
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op
-from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.spec import Spec
+from pretuned.artifacts.records import DType, Fusion, Layout, Op
 from pretuned.kernels.search import candidates, fallbacks
+from pretuned.kernels.spec import Config, Spec
 
 WORKER = Path(__file__).parents[2] / "support" / "interpret_w8a8.py"
 FORMATS = ("fp8_block", "fp8_channel")

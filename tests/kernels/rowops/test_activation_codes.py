@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import warm
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import RowOp
+from pretuned.artifacts.records import DType, RowOp
 from pretuned.kernels import rowops
 
 WORKER = Path(__file__).parents[2] / "support" / "interpret_activation_codes.py"

@@ -11,10 +11,9 @@ import pytest
 import warm
 from acts import GATED, UNGATED
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, RowOp
+from pretuned.artifacts.records import DType, Op, RowOp
 from pretuned.kernels import rowops
-from pretuned.kernels.contract.activations import KINDS, Activation
+from pretuned.kernels.activations import KINDS, Activation
 
 WORKER = Path(__file__).parents[2] / "support" / "interpret_passes.py"
 ALL = ["dh", "a", "dweights"]

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import warm
 
-from pretuned.artifacts.records.precision import PRECISIONS, DType
-from pretuned.artifacts.records.problem import RowOp
+from pretuned.artifacts.records import PRECISIONS, DType, RowOp
 from pretuned.kernels import rowops
 from pretuned.kernels.rowops import RowOpSpec
 

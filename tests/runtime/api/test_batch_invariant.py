@@ -12,8 +12,7 @@ from host_gpu import PERSISTENT, Device, E, K, N
 
 import pretuned
 from pretuned.artifacts.errors import InputError, ProblemNotInBundle
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, RowOp
+from pretuned.artifacts.records import DType, Fusion, Op, RowOp
 from pretuned.runtime import batch_invariant, explain, fingerprint, grouped_gemm, hooks, moe_mlp, preload, reload
 from pretuned.runtime.dispatch.snapshot import snapshot
 from pretuned.runtime.launch import program

@@ -11,14 +11,11 @@ from emulated_driver import H200
 from emulated_kernels import bundle_of, made
 from host_gpu import ALL, PASSES, PERSISTENT, Device, Replay, replays, specs, warnings
 
+from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.bundle import Choice, Source
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, Problem, RowOp
+from pretuned.artifacts.records import Choice, DType, Fusion, Op, Problem, RowOp, Source
 from pretuned.kernels import rowops as contract
-from pretuned.kernels.contract.config import Config, Schedule
-from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.spec import Config, Schedule, Spec
 from pretuned.runtime import Lora, explain, grouped_gemm, hooks, moe_mlp, reload, sort_routing
 from pretuned.runtime.dispatch import ranking
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot

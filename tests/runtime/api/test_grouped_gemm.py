@@ -10,15 +10,11 @@ from emulated_driver import H200, EmulatedGpu, emulated
 from emulated_kernels import bundle_of, made
 from host_gpu import Device
 
+from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.bundle import Choice, Source
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Layout, Op, Problem, bucket_of
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.records import Choice, DType, Gpu, Layout, Op, Problem, Source, bucket_of
 from pretuned.kernels import reference
-from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.spec import Config, Spec
 from pretuned.runtime import grouped_gemm
 from pretuned.runtime.check.call import Rows
 from pretuned.runtime.check.tensors import check

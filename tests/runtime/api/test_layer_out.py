@@ -6,8 +6,7 @@ import pytest
 import torch
 from host_gpu import PERSISTENT, Device
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Layout
+from pretuned.artifacts.records import DType, Layout
 from pretuned.runtime import sort_routing
 from pretuned.runtime.api import layer_plan
 from pretuned.runtime.ops import activation, layer

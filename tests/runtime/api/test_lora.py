@@ -11,7 +11,7 @@ import torch
 from host_gpu import Device, use_low_rank_kernels
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import Fusion, Layout, Op
+from pretuned.artifacts.records import Fusion, Layout, Op
 from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, moe_mlp, sort_routing
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.launch import program

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import Layout
-from pretuned.kernels.contract.activations import Activation
+from pretuned.artifacts.records import Layout
+from pretuned.kernels.activations import Activation
 from pretuned.runtime import ExpertWeights, activate, moe_mlp, sort_routing
 from pretuned.runtime.api import layer_call
 from pretuned.runtime.api.lora import Lora

@@ -11,7 +11,7 @@ import torch
 from host_gpu import PERSISTENT, Device
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records import DType
 from pretuned.runtime import grouped_gemm
 from pretuned.runtime.check.tensors import check_apart
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot

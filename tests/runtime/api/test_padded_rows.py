@@ -10,10 +10,10 @@ import torch
 from host_gpu import Device, Replay, replays
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import Fusion, Op, RowOp
+from pretuned.artifacts.records import Fusion, Op, RowOp
 from pretuned.kernels import reference
-from pretuned.kernels.contract.activations import Activation
-from pretuned.kernels.contract.config import Config
+from pretuned.kernels.activations import Activation
+from pretuned.kernels.spec import Config
 from pretuned.runtime import Lora, experts_mlp, explain, grouped_gemm
 from pretuned.runtime.launch import program
 from pretuned.runtime.ops.padded_rows import place

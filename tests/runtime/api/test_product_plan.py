@@ -14,8 +14,7 @@ import torch
 from host_gpu import PERSISTENT, TOPK, Device, E, K, N, Replay, T, ran, replays, tensors, use_low_rank_kernels
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Layout, Op, RowOp
+from pretuned.artifacts.records import DType, Layout, Op, RowOp
 from pretuned.runtime import Lora, grouped_gemm, reload, sort_routing
 from pretuned.runtime.api import product_plan
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot

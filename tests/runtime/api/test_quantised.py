@@ -14,9 +14,8 @@ import torch
 from emulated_driver import EmulatedGpu, emulated
 
 from pretuned.artifacts.errors import InputError, ProblemNotInBundle
-from pretuned.artifacts.records.precision import PRECISIONS
-from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels.contract.config import Config
+from pretuned.artifacts.records import PRECISIONS, Gpu
+from pretuned.kernels.spec import Config
 from pretuned.runtime import (
     ExpertWeights,
     activate,

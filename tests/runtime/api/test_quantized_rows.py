@@ -17,8 +17,7 @@ from coded_machine import TOP_K, E, H, I, Machine, T, layer_of, routed
 from emulated_driver import emulated
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.precision import Scale
-from pretuned.artifacts.records.problem import RowOp
+from pretuned.artifacts.records import RowOp, Scale
 from pretuned.runtime import (
     ExpertWeights,
     Lora,

@@ -9,8 +9,7 @@ import torch
 from emulated_kernels import made
 from host_gpu import PERSISTENT, Device
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Layout, Op, RowOp
+from pretuned.artifacts.records import DType, Layout, Op, RowOp
 from pretuned.kernels import rowops
 from pretuned.kernels.rowops import RowOpSpec
 from pretuned.runtime import sort_routing

@@ -9,7 +9,7 @@ import pytest
 import torch
 from emulated_driver import EmulatedGpu, emulated
 
-from pretuned.artifacts.records.target import Gpu
+from pretuned.artifacts.records import Gpu
 from pretuned.runtime import explain, grouped_gemm
 from pretuned.runtime.driver import device
 from pretuned.runtime.ops import torch_fallback

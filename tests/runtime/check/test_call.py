@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.kernels.contract.config import Config
+from pretuned.artifacts.records import Fusion, Op, Problem
+from pretuned.kernels.spec import Config
 from pretuned.runtime import grouped_gemm, grouped_gemm_dW, grouped_gemm_dX, register_tuner, reload
 from pretuned.runtime.api import grouped_gemm as api
 from pretuned.runtime.check import call as check_call
@@ -43,7 +43,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"autotune": True, "kernel_config_fwd": CONFIG}, "autotune with a kernel_config"),
     (
         {"kernel_config_fwd": {"BLOCK_M": 64}},
-        "kernel_config_fwd is a dict, wanted a pretuned.kernels.contract.config.Config",
+        "kernel_config_fwd is a dict, wanted a pretuned.kernels.spec.Config",
     ),
     ({"kernel_config_bwd_dW": 3}, "kernel_config_bwd_dW is a int"),
     ({"topk": 0}, "topk is 0"),

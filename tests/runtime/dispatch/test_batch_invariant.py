@@ -14,13 +14,11 @@ from pretuned.aot.bundle.verify import sound
 from pretuned.aot.cli.prune import prune_bundle
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
+from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.contract.spec import gemm_of
-from pretuned.kernels.hardware.arch import supported
+from pretuned.artifacts.records import DType, Fusion, Gpu, Layout, LocalGpu, Op, Problem
+from pretuned.kernels.arch import supported
+from pretuned.kernels.spec import gemm_of
 from pretuned.runtime.dispatch import pin, plans
 from pretuned.runtime.dispatch.decide import Decision, decide, settle, with_low_part, with_wide_rows
 from pretuned.runtime.dispatch.places import Kind, Place

@@ -26,10 +26,9 @@ from made import (
     write,
 )
 
+from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import CompileError, InputError, ProblemNotInBundle
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Problem
+from pretuned.artifacts.records import DType, Problem
 from pretuned.runtime import allow_jit, hooks, register_compiler
 from pretuned.runtime.dispatch import compiled
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide

@@ -39,15 +39,23 @@ import pretuned.artifacts
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
 from pretuned.aot.plan.targets import parse_sm
+from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import BundleCorrupt, ProblemNotInBundle
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.bundle import Source
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem, bucket_of
-from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.contract.launch_abi import has_aligned_rows
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.records import (
+    PLAIN_LAYOUTS,
+    DType,
+    Fusion,
+    Gpu,
+    Layout,
+    LocalGpu,
+    Op,
+    Problem,
+    Source,
+    bucket_of,
+)
+from pretuned.kernels.entry import has_aligned_rows
+from pretuned.kernels.spec import Config, Loads, Schedule
 from pretuned.runtime import verdicts
 from pretuned.runtime.dispatch import decide as decide_module
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide

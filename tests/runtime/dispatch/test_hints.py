@@ -11,9 +11,7 @@ from made import ON_H200, SPECS, WIDE, modelled, snapshot, write
 
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
-from pretuned.artifacts.records.bundle import Model
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
+from pretuned.artifacts.records import DType, Fusion, Layout, Model, Op, Problem, bucket_of
 from pretuned.runtime.dispatch.hints import build_line, remedy
 from pretuned.runtime.dispatch.snapshot import View
 

@@ -31,12 +31,10 @@ from made import (
     write,
 )
 
-from pretuned.artifacts.files.bundle_file import open_bytes
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.bundle import Choice
-from pretuned.artifacts.records.problem import Layout, Op, Problem
-from pretuned.artifacts.records.target import LocalGpu
+from pretuned.artifacts.bundle_file import open_bytes
+from pretuned.artifacts.codec import encode
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.records import Choice, Layout, LocalGpu, Op, Problem
 from pretuned.runtime import verdicts
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.neighbours import Neighbourhood
@@ -225,9 +223,9 @@ def test_every_process_chooses_alike() -> None:
     code = f"""
 import sys
 from pathlib import Path
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.artifacts.records import DType
+from pretuned.artifacts.records import Op, Problem
+from pretuned.artifacts.records import Gpu, LocalGpu
 from pretuned.runtime.dispatch.decide import decide
 from pretuned.runtime.dispatch.places import Kind, Place
 from pretuned.runtime.dispatch.snapshot import Snapshot

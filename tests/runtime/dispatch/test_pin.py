@@ -8,8 +8,8 @@ import pytest
 from made import ANY, NARROW, ON_A100, ON_H200, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import Fusion, Op
-from pretuned.kernels.contract.config import FIELDS, Cache, Config, Edge, Loads, Schedule, TileRows
+from pretuned.artifacts.records import Fusion, Op
+from pretuned.kernels.spec import FIELDS, Cache, Config, Edge, Loads, Schedule, TileRows
 from pretuned.runtime.dispatch.pin import (
     NOTHING,
     KernelPair,

@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 import shipped
 
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.bundle import Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
-from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.hardware.chips import chip_named
+from pretuned.artifacts.codec import encode
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.records import DType, Fusion, Gpu, Layout, LocalGpu, Op, Problem, RowOp, Variant
+from pretuned.kernels.chips import chip_named
 from pretuned.kernels.plans import quantise_us, with_plans
 from pretuned.runtime.dispatch.places import Kind, Place, installed_places
 from pretuned.runtime.dispatch.snapshot import Snapshot

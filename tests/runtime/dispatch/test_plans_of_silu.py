@@ -11,13 +11,10 @@ import msgpack
 import pytest
 from made import H100, H200, ON_A100, ON_H100, ON_H200, SPECS, Spec, measured, modelled, snapshot, write
 
-from pretuned.artifacts.records.bundle import Choice, Model
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.hardware.chips import chip_named
+from pretuned.artifacts.records import Choice, DType, Fusion, Gpu, LocalGpu, Model, Op, Problem
+from pretuned.kernels.chips import chip_named
 from pretuned.kernels.plans import least_activation_us
+from pretuned.kernels.spec import Config, Loads, Schedule
 from pretuned.runtime import allow_jit, register_compiler
 from pretuned.runtime.dispatch.decide import forms_of
 from pretuned.runtime.dispatch.hints import build_line

@@ -15,13 +15,11 @@ import signing
 from host_gpu import LOW_RANK, PERSISTENT, Device, bundle_bytes, install_candidates_bundle
 from made import ON_A100, ON_H200, ON_L40S, PROBLEM, SPECS, Spec, modelled, snapshot, write
 
+from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import BundleCorrupt, ProblemNotInBundle
-from pretuned.artifacts.files.packed import pack, unpack
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.contract.config import Config, Schedule
+from pretuned.artifacts.packed import pack, unpack
+from pretuned.artifacts.records import DType, Fusion, Gpu, Layout, LocalGpu, Op, Problem
+from pretuned.kernels.spec import Config, Schedule
 from pretuned.runtime.dispatch import pin
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide, with_low_part
 from pretuned.runtime.dispatch.places import Kind, Place, candidates_name, installed_places

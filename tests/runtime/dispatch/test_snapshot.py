@@ -30,6 +30,7 @@ from made import (
     write,
 )
 
+from pretuned.artifacts import bundle_file
 from pretuned.artifacts.errors import (
     BundleCorrupt,
     BundleTooNew,
@@ -38,11 +39,8 @@ from pretuned.artifacts.errors import (
     DriverTooOld,
     TargetMismatch,
 )
-from pretuned.artifacts.files import bundle_file
-from pretuned.artifacts.files.lock import lock
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op
-from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.artifacts.locking import lock
+from pretuned.artifacts.records import DType, Gpu, LocalGpu, Op
 from pretuned.runtime import hooks, locks
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import Decision, decide

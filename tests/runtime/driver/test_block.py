@@ -7,7 +7,7 @@ from ctypes import c_uint32, c_uint64
 import pytest
 from cudaconfig import Launch, LaunchConfig, words_of
 
-from pretuned.kernels.contract.launch_abi import parameter_bytes
+from pretuned.kernels.entry import parameter_bytes
 from pretuned.runtime.driver.launcher import BlockLayout, Memory, Words
 
 MAPS = bytes(range(128)), bytes(range(128, 256)), bytes(range(64, 192))

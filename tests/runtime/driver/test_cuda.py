@@ -15,11 +15,9 @@ import pytest
 import torch
 from made import snapshot
 
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import CudaError, DriverTooOld
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.artifacts.records import DType, Gpu, LocalGpu, Op, Problem
 from pretuned.runtime.driver import cuda, device
 from pretuned.runtime.inspect import doctor
 from pretuned.runtime.launch import loader

@@ -8,7 +8,7 @@ import pytest
 from emulated_driver import EmulatedGpu, emulated
 
 from pretuned.artifacts.errors import CudaError
-from pretuned.artifacts.records.bundle import TensorMap
+from pretuned.artifacts.records import TensorMap
 from pretuned.runtime.driver.launcher import MAP_BYTES, TensorMaps, repeats_rows
 
 PLAN = TensorMap("x", 9, (16, 64), 3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import CudaError, HostError
-from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.artifacts.records import Gpu, LocalGpu
 from pretuned.runtime.driver import device
 from pretuned.runtime.driver.device import Device
 

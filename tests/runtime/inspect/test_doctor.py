@@ -19,9 +19,9 @@ import torch
 import warm
 from made import H200, ON_A100, ON_H200, OTHER, PROBLEM, WIDE, bundle, measured, modelled, snapshot, write
 
-from pretuned.artifacts.files.packed import pack
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.artifacts.codec import encode
+from pretuned.artifacts.packed import pack
+from pretuned.artifacts.records import Gpu, LocalGpu
 from pretuned.runtime.dispatch.places import candidates_name
 from pretuned.runtime.inspect.doctor import report
 from pretuned.runtime.settings import Settings

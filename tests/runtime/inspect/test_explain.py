@@ -15,12 +15,10 @@ from made import ANY, H100, H200, NARROW, ON_H200, OTHER, PROBLEM, SPECS, WIDE, 
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import HostError, InputError
-from pretuned.artifacts.records.bundle import Source
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout
-from pretuned.kernels.contract.config import Cache, Config, Edge, Loads, Schedule, TileRows
-from pretuned.kernels.hardware import arch
+from pretuned.artifacts.records import DType, Fusion, Layout, Source
+from pretuned.kernels import arch
 from pretuned.kernels.search import candidates
+from pretuned.kernels.spec import Cache, Config, Edge, Loads, Schedule, TileRows
 from pretuned.runtime import ExpertWeights, explain, reload
 from pretuned.runtime.dispatch.decide import Decision, decide
 from pretuned.runtime.dispatch.ranking import Match

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, bucket_of
-from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.artifacts.records import DType, Fusion, Gpu, Layout, LocalGpu, Op, Problem, bucket_of
 from pretuned.runtime import ExpertWeights, explain, reload
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.dispatch.decide import with_low_part

@@ -12,11 +12,9 @@ from emulated_driver import EmulatedGpu, emulated
 from host_gpu import PERSISTENT, Device, E
 from made import ON_H200, OTHER, PROBLEM, WIDE, modelled, snapshot, write
 
+from pretuned.artifacts.bundle_file import BundleFile
 from pretuned.artifacts.errors import BundleCorrupt, CudaError, HostError, InputError
-from pretuned.artifacts.files.bundle_file import BundleFile
-from pretuned.artifacts.records.bundle import Model
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem, bucket_of
+from pretuned.artifacts.records import DType, Model, Op, Problem, bucket_of
 from pretuned.integrations.served_layer import expected_rows
 from pretuned.runtime import explain, fingerprint, preload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot

@@ -14,12 +14,8 @@ import torch
 from emulated_driver import A100, EmulatedGpu, emulated
 
 from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.records.bundle import Choice, Source
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem
-from pretuned.artifacts.records.target import LocalGpu
-from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.spec import Spec
+from pretuned.artifacts.records import Choice, DType, LocalGpu, Op, Problem, Source
+from pretuned.kernels.spec import Config, Spec
 from pretuned.runtime import __main__ as command
 from pretuned.runtime import reload, verdicts
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot

@@ -17,13 +17,11 @@ from made import NARROW, ON_H200, PROBLEM, SPECS, WIDE, measured, modelled, snap
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Family, Pool, by_code, serves, specs
 from pretuned.aot.plan.plan import plan
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import InputError, ProblemNotInBundle
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.bundle import Choice, Model, Source
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op, Problem
-from pretuned.kernels.contract.spec import Spec, gemm_of
+from pretuned.artifacts.records import PLAIN_LAYOUTS, Choice, DType, Fusion, Layout, Model, Op, Problem, Source
+from pretuned.kernels.spec import Spec, gemm_of
 from pretuned.runtime import explain, preload, reload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import Decision, Miss, decide

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records import DType
 from pretuned.integrations.loaded_format import LoadedFormat, int4_name, order_refusal, scale_of_rows
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.weights.checkpoints import gptq_zeros

@@ -12,9 +12,7 @@ from made import DRIVER, H200, HOPPERS, ON_A100, ON_H200, WIDE, Spec, measured, 
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan, planned_on
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op, Problem, buckets_between
-from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.artifacts.records import DType, Gpu, LocalGpu, Op, Problem, buckets_between
 from pretuned.integrations.served_layer import (
     ServedLayer,
     choose_invariantly,
@@ -25,8 +23,8 @@ from pretuned.integrations.served_layer import (
     prepared,
     widened,
 )
-from pretuned.kernels.contract.activations import Activation
-from pretuned.kernels.contract.config import Config, Loads, Schedule
+from pretuned.kernels.activations import Activation
+from pretuned.kernels.spec import Config, Loads, Schedule
 from pretuned.runtime import batch_invariant, reload
 from pretuned.runtime.dispatch.snapshot import snapshot
 from pretuned.runtime.ops.activation import RowActivation

@@ -21,10 +21,10 @@ from torch.nn import functional
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import Fusion, Op
+from pretuned.artifacts.records import Fusion, Op
 from pretuned.integrations import transformers as ours
 from pretuned.integrations.transformers.gates import recognise
-from pretuned.kernels.contract.activations import Activation
+from pretuned.kernels.activations import Activation
 from pretuned.runtime import reload
 from pretuned.runtime.ops.activation import RowActivation
 

@@ -17,8 +17,7 @@ from emulated_kernels import DRIVER as OLD
 from torch.nn import functional
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op
+from pretuned.artifacts.records import DType, Fusion, Op
 from pretuned.integrations import unsloth
 from pretuned.integrations.unsloth import (
     GroupedGemm,

@@ -18,12 +18,11 @@ import launches
 import pytest
 from launches import FIRST, M_SIZES, RESULT, SECOND, STREAM, STRIDES, E, K, M, N
 
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.bundle import Variant
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, RowOp
-from pretuned.kernels.contract.config import Config, Schedule
-from pretuned.kernels.contract.launch_abi import RAGGED_SIZES, ragged_strides
+from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.records import Fusion, Layout, Op, RowOp, Variant
+from pretuned.kernels.entry import RAGGED_SIZES, ragged_strides
 from pretuned.kernels.registry import most_tiles, weight_tiles
+from pretuned.kernels.spec import Config, Schedule
 
 BUNDLE = Path(__file__).parents[3] / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
 MAP = struct.Struct("=Q5Q4Q5I4i")  # as libcuda.c has it

@@ -15,19 +15,29 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made import ELF, H100, H200, ON_A100, ON_H100, ON_H200, Spec, bundle, measured, modelled, snapshot
 
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.bundle import Choice, Kernel, Model, Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
-from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.artifacts.codec import encode
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.records import (
+    Choice,
+    DType,
+    Fusion,
+    Gpu,
+    Kernel,
+    Layout,
+    LocalGpu,
+    Model,
+    Op,
+    Problem,
+    RowOp,
+    Variant,
+)
 from pretuned.kernels import rowops
 from pretuned.kernels import rowops as contract
-from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.hardware.chips import chip_named
+from pretuned.kernels.chips import chip_named
 from pretuned.kernels.plans import gather_us, least_activation_us
 from pretuned.kernels.registry import ENTRIES
 from pretuned.kernels.rowops import RowOpSpec
+from pretuned.kernels.spec import Config, Loads, Schedule
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX, moe_mlp, sort_routing
 from pretuned.runtime.dispatch import plans
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot

@@ -8,13 +8,10 @@ from itertools import product
 import pytest
 from emulated_driver import EmulatedGpu, emulated
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op
-from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.contract.entry import KernelEntry
-from pretuned.kernels.contract.launch_abi import RAGGED_SIZES, ragged_strides
-from pretuned.kernels.contract.spec import Spec
+from pretuned.artifacts.records import DType, Fusion, Layout, Op
+from pretuned.kernels.entry import RAGGED_SIZES, KernelEntry, ragged_strides
 from pretuned.kernels.registry import KERNELS, boxes, refusal
+from pretuned.kernels.spec import Config, Loads, Schedule, Spec
 from pretuned.runtime.launch import gemm
 
 E, N, K, M = 4, 192, 64, 300

@@ -13,17 +13,14 @@ from emulated_driver import EmulatedGpu, Launch
 from emulated_kernels import bundle_of, made
 from host_gpu import Device, Replay, install_candidates_bundle, replays
 
+from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.bundle import Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, RowOp
+from pretuned.artifacts.records import DType, Fusion, Layout, Op, RowOp, Variant
 from pretuned.kernels.codes import CODES
-from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
-from pretuned.kernels.contract.spec import Spec
 from pretuned.kernels.hopper_w4a16 import ZERO_DTYPES, code_layout, zero_bytes
-from pretuned.kernels.launchable import unlaunchable
+from pretuned.kernels.registry import unlaunchable
 from pretuned.kernels.rowops import RowOpSpec
+from pretuned.kernels.spec import Config, Loads, Schedule, Spec, TileRows
 from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, moe_mlp, reload
 from pretuned.runtime.check.call import Rows
 from pretuned.runtime.dispatch.pin import KernelPair, Preference

@@ -13,13 +13,11 @@ from emulated_driver import EmulatedGpu, emulated
 from emulated_kernels import made
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, RowOp
-from pretuned.kernels.contract.config import Config, Loads, Schedule, TileRows
-from pretuned.kernels.contract.launch_abi import RAGGED_SIZES
-from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.launchable import unlaunchable
+from pretuned.artifacts.records import DType, Fusion, Op, RowOp
+from pretuned.kernels.entry import RAGGED_SIZES
+from pretuned.kernels.registry import unlaunchable
 from pretuned.kernels.rowops import PICKED, USED, RowOpSpec
+from pretuned.kernels.spec import Config, Loads, Schedule, Spec, TileRows
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.driver.launcher import Launcher
 from pretuned.runtime.driver.rowops import RowOpLauncher

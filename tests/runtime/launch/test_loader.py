@@ -9,12 +9,10 @@ import pytest
 from emulated_driver import EmulatedGpu, emulated
 from emulated_kernels import made, write
 
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import BundleCorrupt
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Op
-from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.spec import Spec
+from pretuned.artifacts.records import DType, Op
+from pretuned.kernels.spec import Config, Spec
 from pretuned.runtime.launch.loader import loaded, loaded_count
 
 SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"

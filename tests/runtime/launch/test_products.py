@@ -11,8 +11,7 @@ import torch
 from emulated_driver import forget
 from host_gpu import ALL, PERSISTENT, TOPK, Device, E, K, N, T, ran, tensors
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, RowOp
+from pretuned.artifacts.records import DType, Fusion, Layout, Op, RowOp
 from pretuned.runtime import Lora, grouped_gemm, moe_mlp, reload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.ops import zero_rows

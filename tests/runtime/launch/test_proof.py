@@ -19,17 +19,14 @@ from host_gpu import SPECIALIZED
 from made import L40S, ON_A100, ON_H200, ON_L40S, Spec, measured, modelled, write
 from rowops_in_numpy import PASSES, at
 
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import CudaError
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.bundle import Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
-from pretuned.artifacts.records.target import Gpu, LocalGpu
+from pretuned.artifacts.records import DType, Fusion, Gpu, Layout, LocalGpu, Op, Problem, RowOp, Variant
 from pretuned.kernels import reference, rowops
-from pretuned.kernels.contract.activations import KINDS
-from pretuned.kernels.contract.config import Config
-from pretuned.kernels.contract.spec import Spec as KernelSpec
+from pretuned.kernels.activations import KINDS
 from pretuned.kernels.rowops import MAKES_CODES, RowOpSpec
+from pretuned.kernels.spec import Config
+from pretuned.kernels.spec import Spec as KernelSpec
 from pretuned.runtime import explain, grouped_gemm, preload, reload, verdicts
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.snapshot import Snapshot

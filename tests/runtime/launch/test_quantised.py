@@ -12,14 +12,9 @@ from emulated_kernels import DRIVER, bundle_of, made
 from host_gpu import publish_alone, warnings
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.bundle import Choice, Source, Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem
-from pretuned.artifacts.records.target import Gpu
-from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.contract.spec import Spec
-from pretuned.kernels.launchable import unlaunchable
-from pretuned.kernels.registry import divisibility
+from pretuned.artifacts.records import Choice, DType, Fusion, Gpu, Layout, Op, Problem, Source, Variant
+from pretuned.kernels.registry import divisibility, unlaunchable
+from pretuned.kernels.spec import Config, Loads, Schedule, Spec
 from pretuned.runtime import ExpertWeights, grouped_gemm, grouped_gemm_dX, hooks, reload
 from pretuned.runtime.api import lora_library, torch_library
 from pretuned.runtime.launch import gemm, quantised, trials

@@ -10,14 +10,11 @@ import pytest
 from emulated_driver import EmulatedGpu, emulated
 
 import pretuned.artifacts
+from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.files.bundle_file import open_bundle
-from pretuned.artifacts.records.bundle import Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Op, Problem
-from pretuned.artifacts.records.target import Gpu, LocalGpu
-from pretuned.kernels.contract.config import Config, Schedule
+from pretuned.artifacts.records import DType, Fusion, Gpu, LocalGpu, Op, Problem, Variant
 from pretuned.kernels.registry import clears, transposed
+from pretuned.kernels.spec import Config, Schedule
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.dispatch.ranking import modelled
 from pretuned.runtime.driver.launcher import Launcher

@@ -14,16 +14,12 @@ import pytest
 from emulated_driver import EmulatedGpu, Launch, emulated
 from made import ELF, ON_A100, ON_H200, ON_L40S, PROBLEM, WIDE, bundle, modelled, snapshot
 
+from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import CudaError, InputError
-from pretuned.artifacts.files.publish import publish
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.bundle import Kernel, Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, RowOp
-from pretuned.artifacts.records.target import LocalGpu
+from pretuned.artifacts.publishing import publish
+from pretuned.artifacts.records import DType, Fusion, Kernel, Layout, LocalGpu, RowOp, Variant
 from pretuned.kernels import rowops
-from pretuned.kernels.launchable import unlaunchable
-from pretuned.kernels.registry import ENTRIES
+from pretuned.kernels.registry import ENTRIES, unlaunchable
 from pretuned.kernels.rowops import RowOpSpec
 from pretuned.runtime import reload
 from pretuned.runtime.dispatch import rowops as dispatch_rowops

@@ -11,11 +11,9 @@ import torch
 from emulated_driver import H200, EmulatedGpu, Launch, emulated, forget
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.bundle import Variant
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import RowOp
+from pretuned.artifacts.records import DType, RowOp, Variant
 from pretuned.kernels import rowops
-from pretuned.kernels.launchable import unlaunchable
+from pretuned.kernels.registry import unlaunchable
 from pretuned.runtime import ExpertWeights, reload, verdicts
 from pretuned.runtime.launch import weights as launch_weights
 from pretuned.runtime.locks import lock

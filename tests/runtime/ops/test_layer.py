@@ -16,9 +16,8 @@ from host_gpu import ALL, PASSES, PERSISTENT, Device, Replay, bundle_bytes, repl
 from torch.autograd import forward_ad
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Fusion, Layout, Op, Problem, RowOp
-from pretuned.kernels.contract.activations import Activation
+from pretuned.artifacts.records import DType, Fusion, Layout, Op, Problem, RowOp
+from pretuned.kernels.activations import Activation
 from pretuned.runtime import activate, allow_jit, hooks, moe_mlp, reload
 from pretuned.runtime.api import layer_call
 from pretuned.runtime.api.lora import Lora

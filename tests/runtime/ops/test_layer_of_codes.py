@@ -12,8 +12,8 @@ from emulated_driver import emulated
 from emulated_kernels import made
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.problem import RowOp
-from pretuned.kernels.contract.activations import Activation
+from pretuned.artifacts.records import RowOp
+from pretuned.kernels.activations import Activation
 from pretuned.runtime import ExpertWeights, batch_invariant, grouped_gemm, moe_mlp
 
 ONE, TWO = [RowOp.ACTIVATION_CODES], [RowOp.ACTIVATION, RowOp.QUANTIZE]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pretuned.artifacts.records.problem import Layout, Op
+from pretuned.artifacts.records import Layout, Op
 from pretuned.runtime.check.call import Rows
 from pretuned.runtime.ops.low_rank import LowRank, narrowed, narrowed_gradient, product
 

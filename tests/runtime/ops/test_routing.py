@@ -7,9 +7,8 @@ import torch
 from emulated_kernels import bundle_of, made
 from host_gpu import Device
 
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import RowOp
+from pretuned.artifacts.codec import encode
+from pretuned.artifacts.records import DType, RowOp
 from pretuned.kernels.rowops import MOST_SORTED_EXPERTS, RowOpSpec
 from pretuned.runtime import sort_routing
 from pretuned.runtime.ops import routing

@@ -8,7 +8,7 @@ from host_gpu import Device
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretuned.artifacts.records.problem import RowOp
+from pretuned.artifacts.records import RowOp
 from pretuned.kernels import rowops as contract
 from pretuned.runtime.ops import tokens
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from host_gpu import PASSES, Device
 
-from pretuned.artifacts.records.problem import PLAIN_LAYOUTS, Fusion, Layout, Op
+from pretuned.artifacts.records import PLAIN_LAYOUTS, Fusion, Layout, Op
 from pretuned.kernels import reference
 from pretuned.runtime.check.call import Rows
 from pretuned.runtime.ops import torch_fallback

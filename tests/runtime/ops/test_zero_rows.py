@@ -8,8 +8,7 @@ from host_gpu import PERSISTENT, SPECIALIZED, TILE, TOPK, Device, E, K, N, T
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Layout, Op, RowOp
+from pretuned.artifacts.records import DType, Layout, Op, RowOp
 from pretuned.kernels.rowops import MOST_EXPERTS
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX
 from pretuned.runtime.check.call import Rows

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretuned.artifacts.records.precision import PRECISIONS, Scale
+from pretuned.artifacts.records import PRECISIONS, Scale
 from pretuned.runtime.weights import codes
 from pretuned.runtime.weights.codes import Quantised
 

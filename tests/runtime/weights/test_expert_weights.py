@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.precision import PRECISIONS
+from pretuned.artifacts.records import PRECISIONS
 from pretuned.runtime import ExpertWeights
 
 E, N, K = 3, 130, 320  # blocks and groups that are cut off

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.precision import PRECISIONS, DType
+from pretuned.artifacts.records import PRECISIONS, DType
 from pretuned.kernels.hopper_w4a16 import prepares
 from pretuned.runtime import ExpertWeights, grouped_gemm
 from pretuned.runtime.weights import codes

@@ -7,7 +7,7 @@ import torch
 
 from pretuned import moe_mlp
 from pretuned.artifacts.errors import InputError
-from pretuned.kernels.contract.activations import Activation
+from pretuned.kernels.activations import Activation
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.weights.padding import narrowed, padded
 

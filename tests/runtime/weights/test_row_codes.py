@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretuned.artifacts.records.precision import DType
+from pretuned.artifacts.records import DType
 from pretuned.runtime.weights import row_codes
 from pretuned.runtime.weights.codes import quantise_rows
 from pretuned.runtime.weights.order import K_ORDER

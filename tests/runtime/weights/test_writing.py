@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records.precision import PRECISIONS
+from pretuned.artifacts.records import PRECISIONS
 from pretuned.runtime import ExpertWeights, Lora, experts_mlp, grouped_gemm, moe_mlp
 from pretuned.runtime.weights import codes
 from pretuned.runtime.weights.order import ORDERS

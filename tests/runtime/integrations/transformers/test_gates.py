@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pretuned.integrations import transformers as ours
 from pretuned.integrations.transformers.gates import recognise, source_digest
-from pretuned.kernels.contract.activations import Activation
+from pretuned.kernels.activations import Activation
 from pretuned.runtime.ops.activation import RowActivation, by_torch
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own

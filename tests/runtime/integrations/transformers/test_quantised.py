@@ -17,18 +17,16 @@ from emulated_kernels import bundle_of, made
 from host_gpu import Device
 from safetensors.torch import load_file
 
+from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import InputError, ProblemNotInBundle
-from pretuned.artifacts.format.codec import encode
-from pretuned.artifacts.records.precision import DType
-from pretuned.artifacts.records.problem import Layout, Op
+from pretuned.artifacts.records import DType, Layout, Op
 from pretuned.integrations import transformers as ours
 from pretuned.integrations.transformers import experts_forward
 from pretuned.integrations.transformers.gates import recognise
 from pretuned.integrations.transformers.packed import keep_compressed_tensors, keep_mxfp4
 from pretuned.integrations.transformers.quantised import prepare_parameters, quantised, refresh, restore
-from pretuned.kernels.contract.activations import Activation
-from pretuned.kernels.contract.config import Config, Loads, Schedule
-from pretuned.kernels.contract.spec import Spec
+from pretuned.kernels.activations import Activation
+from pretuned.kernels.spec import Config, Loads, Schedule, Spec
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.ops.activation import RowActivation
 from pretuned.runtime.weights.order import ORDERS

@@ -1,1 +1,0 @@
-"""Readers of compiled cubins and of kernel sources. Uses records."""

@@ -1,1 +1,0 @@
-"""Bundle files: how they are trusted, opened, locked and published. Uses the format."""

@@ -1,1 +1,0 @@
-"""Parts of the cost models: fitted constants, occupancy, expected rows of experts."""

@@ -1,1 +1,0 @@
-"""Tables of published figures: GPU architectures (``arch``) and products (``chips``). Uses artifacts' records."""
