@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
-from pretuned.aot.compare.products import Inputs, relative_error
+from pretuned.aot.compare.run import Inputs, relative_error
 from pretuned.aot.measure.clock import Clock
 from pretuned.aot.measure.inputs import MAX_ERROR, activations, routed_rows, weights
 

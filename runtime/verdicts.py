@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from ..artifacts.records import Gpu, LocalGpu, Variant
 
 _FORM = 2  # of the file's content
-# Form 1 had also "wrong" for files that vanished, processes that were killed and launches that were refused. Of its
-# reasons these alone are a computed result, a fault or a hang.
-_RESULTS_OF_FORM_1 = r", wanted | are wrong$| noted wrongly$| were stored$|did not end within \d+ s$|^\S+ \S+ \S+ w="
 _MOST = 4096  # results in a file
 _MOST_CHARS = 400  # longest stored reason
 _LOCK_TIMEOUT_S = 2.0  # once a process: whoever holds the overlay's lock that long may hold it for good
@@ -170,9 +167,9 @@ def _merge(results: _Results, digest: bytes, result: Verdict) -> Verdict:
     return results[digest]
 
 
-def _head(local: LocalGpu, form: int) -> list[object]:
+def _head(local: LocalGpu) -> list[object]:
     gpu = local.gpu
-    return [form, local.sm, gpu.name, gpu.sm_count, gpu.driver]
+    return [_FORM, local.sm, gpu.name, gpu.sm_count, gpu.driver]
 
 
 def _load(path: Path, local: LocalGpu) -> _Results:
@@ -182,16 +179,9 @@ def _load(path: Path, local: LocalGpu) -> _Results:
     payload = read_checked(path)
     try:
         head, rows = json.loads(payload or b"")
-        results = dict(map(_row, rows))
+        return dict(map(_row, rows)) if head == _head(local) else {}
     except (ValueError, TypeError, RecursionError):
         return {}
-    if head == _head(local, 1):
-        return {
-            digest: result
-            for digest, result in results.items()
-            if result.right or re.search(_RESULTS_OF_FORM_1, result.why)
-        }
-    return results if head == _head(local, _FORM) else {}
 
 
 def _row(row: list[object]) -> tuple[bytes, Verdict]:
@@ -206,6 +196,5 @@ def _save(path: Path, local: LocalGpu, results: _Results) -> None:
     from ..artifacts.publishing import write_checked
 
     rows = sorted(results.items(), key=lambda row: (not row[1].right, row[1].day), reverse=True)[:_MOST]
-    write_checked(
-        path, json.dumps([_head(local, _FORM), [[digest.hex(), *result] for digest, result in rows]]).encode()
-    )
+    content = [_head(local), [[digest.hex(), *result] for digest, result in rows]]
+    write_checked(path, json.dumps(content).encode())

@@ -12,11 +12,10 @@ from ..compare.result import OURS, Comparison
 from ..models.load import load_models
 from ..process.output import check_image
 from . import completion
-from .echo import echo, tell
 from .exits import ENVIRONMENT, OK
 from .options import as_json, count_list, file_path, print_json, quiet, wanted_ops
 from .progress import Shown
-from .table import duration, table
+from .table import duration, echo, table, tell
 
 _TOKENS = "1,16,128,1024,8192"
 

@@ -31,10 +31,9 @@ from ..plan.targets import parse_sm
 from ..process.gpus import native_sm
 from ..process.output import DEFAULT_NAME
 from ..tune.tuner import Entrants, NoGpu, Outcome, TuneObservers
-from .echo import echo, quoted, tell
 from .options import as_json, cache_of, directory, file_path, load, print_json, quiet, what_to_build, workers
 from .progress import Progress
-from .table import duration, next_steps, size, table
+from .table import duration, echo, next_steps, quoted, size, table, tell
 from .tuning import TuneProgress, budget_and_gpus, check_executor, ordinals, outcome_text, tune
 
 

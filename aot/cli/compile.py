@@ -9,10 +9,9 @@ import click
 from ...artifacts.limits import printable
 from ..build.build import compile_candidates
 from ..build.options import BuildOptions
-from .echo import echo, quoted, tell
 from .options import as_json, cache_of, file_path, load, print_json, quiet, what_to_build, workers
 from .progress import Progress
-from .table import duration, next_steps, size
+from .table import duration, echo, next_steps, quoted, size, tell
 
 
 @click.command()

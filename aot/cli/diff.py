@@ -13,10 +13,9 @@ from ..bundle.assemble import config_text, label
 from ..bundle.diff import Change, Changes, Side, time_ratio
 from ..bundle.diff import diff as changes_between
 from ..bundle.verify import sound
-from .echo import echo
 from .exits import ENVIRONMENT, OK
 from .options import as_json, print_json
-from .table import size, table
+from .table import echo, size, table
 
 _DIFFERENT = ENVIRONMENT  # 1, like git diff --exit-code
 

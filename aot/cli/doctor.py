@@ -11,9 +11,9 @@ from ...artifacts.errors import HostError
 from ...artifacts.limits import FORMAT
 from ...kernels.entry import LAUNCH_ABI
 from ..compile.toolchain import toolchain
-from .echo import echo
 from .exits import ENVIRONMENT, OK
 from .options import as_json, print_json
+from .table import echo
 
 
 def versions() -> dict[str, str]:

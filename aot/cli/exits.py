@@ -12,7 +12,7 @@ import click
 
 from ...artifacts.errors import BundleError, HostError, InputError, PretunedError, ProblemNotInBundle
 from ..process.interrupts import interrupted
-from .echo import echo
+from .table import echo
 
 OK = 0
 ENVIRONMENT = 1  # an error of the machine: no GPU, a full disk, a missing package, a compiler that fails

@@ -13,9 +13,8 @@ from ...artifacts.bundle_file import BundleFile, open_bundle
 from ...artifacts.records import Choice, Gpu, Problem, Variant, cuda_version
 from ..bundle.assemble import config_text
 from ..plan.families import fused
-from .echo import echo
 from .options import as_json, bundle_files, print_json
-from .table import facts, size, table
+from .table import echo, facts, size, table
 
 _MODELS = 6  # names in the summary
 _DIGITS = 12  # of a digest that are shown

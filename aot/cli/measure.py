@@ -17,9 +17,8 @@ from ..models.load import load_models
 from ..plan.plan import plan, planned_on
 from ..process.gpus import native_sm
 from ..tune.space import part_of
-from .echo import echo, quoted
 from .options import as_json, file_path, models, ops, print_json, quiet, wanted_ops
-from .table import next_steps
+from .table import echo, next_steps, quoted
 from .tuning import HowMuch, TuneProgress, budget_and_gpus, check_executor, how_much, ordinals, outcome_text, tune
 
 

@@ -15,9 +15,8 @@ from ..bundle.merge import Conflict, Merged
 from ..bundle.merge import merge as merge_bundles
 from ..bundle.verify import sound
 from ..process.output import Written, check_out, replacing, write_bundle
-from .echo import echo, tell, tell_one
 from .options import as_json, file_path, print_json
-from .table import size, table
+from .table import echo, size, table, tell, tell_one
 
 
 @click.command()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import click
 
 from ..models.catalogue import catalogue
-from .echo import echo
 from .options import as_json, print_json
-from .table import table
+from .table import echo, table
 
 
 @click.command()

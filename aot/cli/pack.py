@@ -7,13 +7,21 @@ from pathlib import Path
 import click
 
 from ...artifacts.publishing import publish
-from ..pack.image import ARCHITECTURES, check_layout, repository, tag, write_image
-from ..pack.package import contents, write_directory
-from ..pack.wheel import check_name, file_name, wheel
+from ..pack.package import (
+    ARCHITECTURES,
+    check_layout,
+    check_name,
+    contents,
+    file_name,
+    repository,
+    tag,
+    wheel,
+    write_directory,
+    write_image,
+)
 from ..process.output import check_wheel, check_writable
-from .echo import echo, quoted, tell_one
 from .options import as_json, bundle_files, directory, print_json
-from .table import next_steps, size
+from .table import echo, next_steps, quoted, size, tell_one
 
 
 @click.command()

@@ -11,7 +11,7 @@ from ...artifacts.limits import printable
 from ..build.options import Observers
 from ..compile.pool import CompileResult
 from ..tune.outcome import TuneObservers
-from .echo import echo
+from .table import echo
 
 _LINE_EVERY_S = 5.0
 

@@ -18,9 +18,8 @@ from ..plan.families import Family, Pool, row_kernel_specs, ships_unchosen
 from ..plan.plan import BuildPlan, plan, planned_on
 from ..process.output import Written, check_out, replacing, write_bundle
 from . import completion
-from .echo import echo, tell, tell_one
 from .options import as_json, file_path, print_json, wanted_ops
-from .table import size, table
+from .table import echo, size, table, tell, tell_one
 
 
 @click.command()

@@ -16,9 +16,8 @@ from ..models.load import load_models
 from ..plan.plan import plan
 from ..process.output import check_page, is_bundle, write_page
 from . import completion
-from .echo import echo, tell
 from .options import as_json, bundle_files, file_path, print_json, wanted_ops
-from .table import size
+from .table import echo, size, tell
 
 
 @contextlib.contextmanager

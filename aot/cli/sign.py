@@ -19,8 +19,8 @@ from ...artifacts.publishing import publish
 from ...artifacts.signature import SUFFIX, encode, key_id, message
 from ..bundle.verify import sound_one
 from ..process.output import check_signature
-from .echo import echo, tell
 from .options import as_json, bundle_files, print_json
+from .table import echo, tell
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -9,9 +9,9 @@ from ...artifacts.errors import BundleError
 from ...artifacts.limits import printable
 from ...artifacts.signature import Keys, read_key
 from ..bundle.verify import verify as verify_bundle
-from .echo import echo
 from .exits import INPUT, OK
 from .options import as_json, bundle_files, print_json
+from .table import echo
 
 
 @click.command()

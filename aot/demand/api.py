@@ -18,8 +18,7 @@ from ...runtime.inspect.query import dtype_of_weights
 from ...runtime.weights.expert_weights import ExpertWeights
 from ..models.layer import ExpertLayer
 from ..plan.plan import without_code
-from .cache import CacheKey, Configs, dtype_of
-from .tuner import OnDemand, measure_in_child, planned_for, shape_of
+from .tuner import CacheKey, Configs, OnDemand, dtype_of, measure_in_child, planned_for, shape_of
 
 _WHO = "get_or_autotune_moe_kernels"
 _default = OnDemand(measure_in_child)

@@ -1,22 +1,59 @@
 """Tuning on demand: what is cached, when cells count as measured, and the lock of the process that measures.
 
 aot/demand/api.py has the public calls.
+
+The user's overlay has the results, in one bundle for each kind of GPU. Readers need no lock. Writers take turns under
+the directory's lock, and replace the file by rename. A file stays small: entries of earlier kernel revisions are
+dropped, then the oldest ones. Its name holds the format and the launch ABI, so versions of pretuned that read both
+share it, and others leave it alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
+import msgpack
+
 from ...artifacts import codec
-from ...artifacts.bundle_file import open_bytes
-from ...artifacts.errors import BundleError, HostError, InputError, LockBusy, PretunedError
-from ...artifacts.limits import printable
+from ...artifacts.bundle_file import open_bundle, open_bytes
+from ...artifacts.errors import (
+    BundleError,
+    BundleUnreadable,
+    BundleUntrusted,
+    HostError,
+    InputError,
+    LockBusy,
+    PretunedError,
+)
+from ...artifacts.format import MAX_FUSION
+from ...artifacts.limits import FORMAT, MAX_INDEX_BYTES, MAX_NAME_CHARS, OLDEST_FORMAT, printable
 from ...artifacts.locking import check_cache, lock
-from ...artifacts.records import Bundle, Choice, Fusion, LocalGpu, Model, Op, Problem, bucket_of, dtypes_of
+from ...artifacts.publishing import publish
+from ...artifacts.records import (
+    PLAIN_DTYPES,
+    Bundle,
+    Choice,
+    DType,
+    Fusion,
+    Gpu,
+    LocalGpu,
+    Model,
+    Op,
+    Problem,
+    Variant,
+    bucket_of,
+    dtypes_of,
+)
+from ...kernels.entry import LAUNCH_ABI, READS_ABI
+from ...kernels.registry import ENTRIES
 from ...kernels.spec import Config
 from ...runtime import locks
 from ...runtime.config_cache import ConfigCache
@@ -30,12 +67,273 @@ from ...runtime.driver.device import capturing, local_gpu
 from ...runtime.hooks import reload
 from ...runtime.inspect.query import suits
 from ...runtime.settings import settings
+from ..bundle.assemble import BundleChoice, Provenance, VariantTable, assemble, is_fallback
+from ..bundle.merge import merge
 from ..models.layer import LayerShard
 from ..plan.families import optional
 from ..plan.plan import BuildPlan, plan, planned_on
 from ..process import child
-from . import overlay, worker
-from .cache import CacheKey, Configs, decode, encode
+from . import worker
+
+_MAX_ITEMS = 64  # in an array of a file: far more than the fields of a config
+
+Configs = tuple[KernelPair, KernelPair, KernelPair]  # forward, dX, dW
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKey:
+    """Everything that the configs of a layer depend on: GPU, kernels and their revisions, shape, rows.
+
+    ``bucket`` is the bucket of seq_len * top_k rows; ``dtype`` is x and w's dtype, or the format of quantised weights.
+    """
+
+    gpu: str
+    sm: int
+    sm_count: int
+    memory_gib: int
+    kernels: tuple[tuple[str, int], ...]
+    ops: tuple[str, ...]
+    E: int
+    H: int
+    I: int  # noqa: E741, the field's letter
+    top_k: int
+    dtype: str
+    bucket: int
+
+    @property
+    def file_name(self) -> str:
+        """The name of the key's file."""
+        return hashlib.sha256(repr(self).encode()).hexdigest() + ".config"
+
+
+def encode(key: CacheKey, configs: Configs) -> bytes:
+    """The content of a key's file."""
+    data: bytes = msgpack.packb((repr(key), *(_value(pair) for pair in configs)))
+    return data
+
+
+def decode(key: CacheKey, payload: bytes) -> Configs | None:
+    """The configs in a file; None if its key differs, or a version with other configs wrote it."""
+    try:
+        named, *pairs = msgpack.unpackb(payload, use_list=False, max_array_len=_MAX_ITEMS, max_map_len=0, max_ext_len=0)
+        configs = tuple(_pair(value) for value in pairs)
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgpack.UnpackException):
+        return None
+    if named != repr(key) or tuple(pair.op for pair in configs) != tuple(Op):
+        return None
+    return configs[0], configs[1], configs[2]
+
+
+def _value(pair: KernelPair) -> object:
+    gemms = [[(fusion.value, config.pairs()) for fusion, config in gemm.configs] for gemm in (pair.first, pair.second)]
+    return (pair.op.value, *gemms)
+
+
+def _pair(value: tuple[str, object, object]) -> KernelPair:
+    op, first, second = value
+    return KernelPair(Op(op), _preferred(first), _preferred(second))
+
+
+# Fusion(2**63) is an error in some versions of Python, and Fusion.NONE in others.
+_FUSIONS = {bits: Fusion(bits) for bits in range(MAX_FUSION + 1)}
+
+
+def _preferred(value: object) -> Preference:
+    if not isinstance(value, tuple):
+        raise TypeError(f"{value!r} is no list of configs")
+    return Preference(tuple((_FUSIONS[fusion], Config.from_pairs(pairs)) for fusion, pairs in value))
+
+
+def dtype_of(dtype: object) -> DType:
+    """Parse ``torch.bfloat16``, ``bf16`` or ``DType.BF16``; ValueError if kernels have no x of that type."""
+    text = dtype.value if isinstance(dtype, DType) else str(dtype).removeprefix("torch.")
+    by_name = {
+        "bfloat16": DType.BF16,
+        "float16": DType.FP16,
+        "half": DType.FP16,
+        "float32": DType.FP32,
+        "float": DType.FP32,
+    }
+    result = by_name[text] if text in by_name else DType(text)
+    if result not in PLAIN_DTYPES:
+        raise ValueError(f"{result.value} is a format of weights")
+    return result
+
+
+MAX_BYTES = 32 << 20  # of one file: a few hundred shapes
+MAX_ENTRIES = 512  # tuned shapes; their choices stay far below an index's limit
+LOCK_TIMEOUT_S = 10.0
+
+_ENTRY = "on-demand"
+_LAST_NUMBER = 10**8 - 1
+_NUMBER = re.compile(rf"{_ENTRY}/(\d{{8}}) ")
+_FILE = re.compile(r"tuned-f(\d+)-a(\d+)-.*\.msgpack")
+
+
+def path_of(directory: Path, sm: int, gpu: Gpu) -> Path:
+    """The overlay's file for one kind of GPU."""
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")[:80]
+    return directory / f"tuned-f{FORMAT}-a{LAUNCH_ABI}-sm{sm}-{name}-{gpu.sm_count}.msgpack"
+
+
+def add(
+    directory: Path,
+    gpu: Gpu,
+    tuned: Bundle,
+    *,
+    timeout_s: float = LOCK_TIMEOUT_S,
+    note: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """Add a tuned bundle to the overlay of ``gpu`` and return its file; ``note`` is called for lost entries.
+
+    Raises
+    ------
+    HostError
+        if the directory can't be made, locked within ``timeout_s``, or written, or its file can't be read or trusted;
+        the file is then unchanged.
+    """
+    path = path_of(directory, tuned.target.sm, gpu)
+    check_cache(directory)
+    with lock(directory, timeout_s, required=True):
+        old = _read(path, note)
+        publish(path, codec.encode(joined(tuned, old, note)))
+        _remove_outdated(directory)
+    return path
+
+
+def clear(directory: Path) -> None:
+    """Remove everything that this version tuned.
+
+    Raises
+    ------
+    HostError
+        if the directory can't be locked or written.
+    """
+    if not directory.is_dir():
+        return
+    check_cache(directory)
+    with lock(directory, LOCK_TIMEOUT_S, required=True):
+        for path in directory.glob(f"tuned-f{FORMAT}-a{LAUNCH_ABI}-*.msgpack"):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise HostError(f"can't remove '{path}': {error.strerror}") from error
+
+
+def joined(
+    tuned: Bundle,
+    old: Bundle | None,
+    note: Callable[[str], None] = lambda text: None,
+    *,
+    max_bytes: int = MAX_BYTES,
+    max_entries: int = MAX_ENTRIES,
+) -> Bundle:
+    """Merge ``tuned``, as the newest entry, with the entries of ``old`` that fit."""
+    entries = [] if old is None else _entries(old)
+    last = max((_number(entry) for entry in entries), default=0)
+    if last >= _LAST_NUMBER:  # no machine tunes that often: the file is damaged, or made by hand
+        note(f"what was tuned before can't be kept: its last entry has the number {last}")
+        entries, last = [], 0
+    tuned = tuned._replace(models=_numbered(tuned, last + 1))
+    if old is None or not entries:
+        return tuned
+    anew = {(problem, choice.bucket) for problem, row in tuned.choices.items() for choice in row}
+    entries = entries[-(max_entries - 1) :] if max_entries > 1 else []
+    while entries:
+        earlier = _part(old, entries, anew)
+        if earlier is None:
+            return tuned
+        try:
+            bundle = merge({"what was tuned": tuned, "the overlay": earlier}).bundle
+        except PretunedError as error:  # other sources, or another ABI under this name
+            note(f"what was tuned before can't be kept: {error}")
+            return tuned
+        data = codec.encode(bundle)
+        if len(data) <= max_bytes and len(data) - sum(map(len, bundle.cubins)) <= MAX_INDEX_BYTES // 2:
+            return bundle
+        entries = entries[max(1, len(entries) // 8) :]
+    return tuned
+
+
+def _numbered(tuned: Bundle, number: int) -> tuple[Model, ...]:
+    """The models of a new entry, named so that they sort by age."""
+    return tuple(
+        model._replace(name=f"{_ENTRY}/{number:08d} {model.name.replace('/', ' ')}"[:MAX_NAME_CHARS])
+        for model in tuned.models
+    )
+
+
+def _entries(bundle: Bundle) -> list[Model]:
+    """The models of an overlay, oldest first."""
+    return sorted((model for model in bundle.models if _NUMBER.match(model.name)), key=_number)
+
+
+def _number(model: Model) -> int:
+    match = _NUMBER.match(model.name)
+    return int(match[1]) if match else 0
+
+
+def _part(old: Bundle, entries: list[Model], anew: set[tuple[Problem, int]]) -> Bundle | None:
+    """The part of an overlay that these entries need, less cells in ``anew`` and earlier kernel revisions."""
+    codes = VariantTable([old])
+    claims: dict[Problem, list[BundleChoice]] = {}
+    for problem in {problem for entry in entries for problem in entry.problems}:
+        row = [
+            _current(claim, codes)
+            for claim in (codes.claim(old, choice) for choice in old.choices[problem])
+            if (problem, claim.bucket) not in anew and is_current(codes[claim.variant])
+        ]
+        if row:
+            claims[problem] = row
+    if not claims:
+        return None
+    models = [
+        entry._replace(problems=tuple(problem for problem in entry.problems if problem in claims)) for entry in entries
+    ]
+    fallbacks = [
+        place for place, code in enumerate(codes.codes) if is_fallback(code.variant) and is_current(code.variant)
+    ]
+    making = Provenance(
+        old.target, old.min_driver, old.producer, old.kernels, tuple(model for model in models if model.problems)
+    )
+    return assemble(making, codes, claims, fallbacks)
+
+
+def _current(claim: BundleChoice, codes: VariantTable) -> BundleChoice:
+    """The claim, without a runner-up of an earlier revision."""
+    if claim.runner_up is None or is_current(codes[claim.runner_up]):
+        return claim
+    return replace(claim, runner_up=None, runner_up_ns=None)
+
+
+def is_current(variant: Variant) -> bool:
+    """True if a variant is of this version's kernel revision or a later one."""
+    entry = ENTRIES.get(variant.kernel)
+    return entry is None or variant.revision >= entry.revision
+
+
+def _read(path: Path, note: Callable[[str], None]) -> Bundle | None:
+    """Read the overlay's file; None if it is missing or damaged, and is then begun anew."""
+    if not path.exists():
+        return None
+    try:
+        with open_bundle(path) as file:
+            return file.load()
+    except (BundleUntrusted, BundleUnreadable) as error:  # the file may be intact
+        raise HostError(f"nothing can be added to '{path}': {error}") from error
+    except BundleError as error:
+        note(f"what was tuned before can't be kept: {error}")
+        return None
+
+
+def _remove_outdated(directory: Path) -> None:
+    """Remove files of formats and launch ABIs that this version no longer reads."""
+    for path in directory.glob("tuned-f*.msgpack"):
+        match = _FILE.fullmatch(path.name)
+        if match and (int(match[1]) < OLDEST_FORMAT or int(match[2]) < READS_ABI[0]):
+            with contextlib.suppress(OSError):  # the next writer tries again
+                path.unlink()
+
 
 WAIT_S = 1800.0  # for another tuning process
 BUDGET_S = 120.0  # of measuring; compiling comes on top
@@ -109,7 +407,7 @@ class OnDemand:
             place = settings().overlay
             if place is not None and not settings().disable_autotune:
                 try:
-                    overlay.clear(place)
+                    clear(place)
                 except HostError as error:
                     _log.warning("pretuned: what was tuned stays in the overlay: %s", error)
             reload()
@@ -167,7 +465,7 @@ class OnDemand:
         try:
             if place is None:
                 raise HostError("neither XDG_CACHE_HOME nor HOME names a place for it")
-            path = overlay.add(place, local.gpu, tuned, note=_note)
+            path = add(place, local.gpu, tuned, note=_note)
             _log.info("pretuned: measured in %.1f s, kept in %s", time.monotonic() - begun, path)
         except (HostError, BundleError) as error:
             _log.warning("pretuned: what was measured is kept by this process alone: %s", error)
@@ -219,10 +517,10 @@ def measured_here(cells: Mapping[Problem, Sequence[int]], local: LocalGpu) -> bo
 def _attempted(cells: Mapping[Problem, Sequence[int]], local: LocalGpu) -> bool:
     """True if each cell was measured here or tried: cells that the tuner can't measure stay modelled."""
     place = settings().overlay
-    own = None if place is None else overlay.path_of(place, local.sm, local.gpu)
+    own = None if place is None else path_of(place, local.sm, local.gpu)
 
     def tried(usable: Usable, choice: Choice, local: LocalGpu) -> bool:
-        current = overlay.is_current(usable.bundle.variant(choice.variant))
+        current = is_current(usable.bundle.variant(choice.variant))
         mine = usable.path == own or (usable.place.kind is Kind.PROCESS and bool(usable.bundle.gpus))
         return _is_hit(usable, choice, local) or (mine and current)
 
@@ -250,7 +548,7 @@ def _every_cell(
 def _is_hit(usable: Usable, choice: Choice, local: LocalGpu) -> bool:
     if choice.gpu is None or not usable.bundle.gpus[choice.gpu].is_like(local.gpu):
         return False
-    return overlay.is_current(usable.bundle.variant(choice.variant))
+    return is_current(usable.bundle.variant(choice.variant))
 
 
 def _configs(planned: BuildPlan, shape: LayerShard, bucket: int, local: LocalGpu) -> Configs:
@@ -331,7 +629,7 @@ def _overlay_file(local: LocalGpu) -> tuple[int, ...] | None:
     if place is None:
         return None
     try:
-        status = overlay.path_of(place, local.sm, local.gpu).stat()
+        status = path_of(place, local.sm, local.gpu).stat()
     except OSError:
         return None
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size

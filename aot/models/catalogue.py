@@ -11,8 +11,7 @@ from types import MappingProxyType
 
 from ...artifacts.limits import PART
 from ...artifacts.records import Layout
-from .activation import parse_activation
-from .layer import ExpertLayer
+from .layer import ExpertLayer, parse_activation
 from .quant_config import UNQUANTISED
 
 COLUMNS = (

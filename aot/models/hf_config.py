@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
@@ -12,28 +13,177 @@ from pathlib import Path
 
 from ...artifacts.errors import InputError
 from ...artifacts.limits import printable
+from ...artifacts.records import Layout
 from ...runtime.weights.quantization import NESTED
-from .activation import activation_in
-from .families import (
-    BY_LAYER,
-    DENSE_WIDTH,
-    DENSE_WIDTH_APART,
-    EXPERTS,
-    FFN,
-    HIDDEN,
-    LATENT,
-    PARAMS,
-    PER_TOKEN,
-    SHARED_COUNTS,
-    SHARED_WIDTHS,
-    SWITCH,
-    WIDTHS,
-    ConfigFamily,
-    family_of,
-)
-from .layer import ExpertLayer
-from .names import dangling
+from .layer import ExpertLayer, activation_in
 from .quant_config import UNQUANTISED, expert_weights
+
+# Organisations that republish others' models.
+_REPACKAGERS = ("unsloth/", "redhatai/", "nvidia/", "amd/")
+# Endings of the names of models in another format; all that match are taken off.
+_SUFFIX = re.compile(
+    r"-(?:unsloth|bnb|4bit|8bit|bf16|gguf|fp8(?:-?dynamic|-?block)?|nvfp4|mxfp4|fp4|awq|gptq(?:-?int[48])?|int[48]|w[48]a(?:16|8)"
+    r"|quantized\.w[48]a(?:16|8))$",
+    re.I,
+)
+_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co|modelscope\.cn/models)/+([^?#]+)", re.I)
+_IN_REPOSITORY = ("tree", "blob", "resolve", "raw", "commits", "discussions")
+
+
+def from_url(word: str) -> str | None:
+    """org/model from the address of a model hub's page; None if ``word`` is no such address."""
+    match = _URL.fullmatch(word.partition("?")[0].partition("#")[0].rstrip("/"))
+    if match is None:
+        return None
+    parts = [part for part in match[1].split("/") if part]
+    end = next((i for i, part in enumerate(parts) if part in _IN_REPOSITORY), len(parts))
+    return "/".join(parts[:end][-2:])
+
+
+def republished(word: str) -> str | None:
+    """The last part of the name of the model that ``word`` is another format of, by its name; None if of none.
+
+    ``unsloth/Qwen3-30B-A3B-bnb-4bit`` is ``Qwen3-30B-A3B``.
+    """
+    name = word.rpartition("/")[2]
+    while (shorter := _SUFFIX.sub("", name)) != name:
+        name = shorter
+    changed = name != word.rpartition("/")[2] or word.lower().startswith(_REPACKAGERS)
+    return name if changed and name else None
+
+
+def cached_config(word: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The config.json of ``org/model`` in the Hugging Face cache: of the revision of ``main``, else the newest.
+
+    If none can be read, a dangling link if there is one: reading it raises an error that says what to do.
+
+    huggingface_hub's environment variables reference says where that cache is (HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME).
+    """
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", word):
+        return None
+    xdg = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = environ.get("HF_HOME") or f"{xdg}/huggingface"
+    try:
+        hub = Path(environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+        model = hub / ("models--" + word.replace("/", "--"))
+        snapshots = model / "snapshots"
+        main = model / "refs" / "main"
+        wanted = snapshots / _revision(main) / "config.json" if main.is_file() else None
+        if wanted is not None and wanted.is_file():
+            return wanted
+        configs = sorted(snapshot / "config.json" for snapshot in snapshots.iterdir())  # a glob skips dangling links
+        readable = [path for path in configs if path.is_file()]
+        return max(readable, key=lambda path: path.stat().st_mtime, default=next(filter(dangling, configs), None))
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
+def dangling(path: Path) -> bool:
+    """True for a link to a missing file."""
+    return path.is_symlink() and not path.exists()
+
+
+def _revision(ref: Path) -> str:
+    """Read the commit in a file below refs; no more is read than a commit takes."""
+    with ref.open(encoding="utf-8") as file:
+        return file.read(100).strip()
+
+
+# Each tuple lists the names of one size in the families' configs; "a.b" is b in the object a.
+EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "ffn_config.moe_num_experts",
+    "moe.num_experts",
+)
+PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_k",
+    "moe_topk",
+    "moe_top_k",
+    "top_k_experts",
+    "ffn_config.moe_top_k",
+    "moe.num_experts_per_tok",
+)
+HIDDEN = ("hidden_size", "d_model", "embed_dim", "dim")
+LATENT = (
+    "moe_latent_size",
+    "moe_hidden_size",
+    "routed_expert_hidden_size",
+)  # if set, the routed experts' width in place of the hidden one
+WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "ffn_config.ffn_hidden_size")
+SHARED_COUNTS = (
+    "n_shared_experts",
+    "num_shared_experts",
+    "num_shared_expert",
+    "moe_num_shared_experts",
+    "moe.num_shared_experts",
+)
+SHARED_WIDTHS = (
+    "shared_expert_intermediate_size",
+    "shared_experts_intermediate_size",
+    "shared_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "share_expert_dim",
+)
+FFN = "ffn_config"  # dbrx's: fields of the same model, in an object of their own
+DENSE_WIDTH = ("intermediate_size",)  # the dense layers' width, or in some families the experts'
+DENSE_WIDTH_APART = "dense_intermediate_size"  # a config that has it keeps the experts' width in DENSE_WIDTH
+
+BY_LAYER = "block_configs"  # an object for each layer, in models found by a search for sizes
+SWITCH = "enable_moe_block"  # if false, there are no experts, whatever their number
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFamily:
+    """How the model types that begin with ``prefix`` differ from the rest."""
+
+    prefix: str
+    widths: tuple[str, ...] = ("moe_intermediate_size",)
+    gated: bool = True
+    one_shared: bool = False  # one shared expert of width I, which no field names
+    layouts: tuple[Layout, ...] = (Layout.NK,)
+    kinds: tuple[str, ...] = ("",)  # of experts in one layer: a field that is a list of so many has one value for each
+    attention: tuple[str, ...] = ()  # the fields whose product is the width of experts in attention, without a gate
+    zero_experts: str = ""  # the field that counts experts without weights
+    note: str = ""
+    refused: str = ""  # why there is nothing to build
+
+
+_KN_TOO = (Layout.NK, Layout.KN)  # their checkpoints, and transformers, have w as [E, K, N]
+
+FAMILIES = (
+    *(
+        ConfigFamily(prefix, DENSE_WIDTH)
+        for prefix in ("mixtral", "phimoe", "granitemoe", "minimax", "olmoe", "flex_olmo", "jamba", "cohere2_moe")
+    ),
+    ConfigFamily("gpt_oss", DENSE_WIDTH, layouts=_KN_TOO, note="bias; gate and up interleaved"),
+    ConfigFamily("openai_privacy_filter", DENSE_WIDTH, layouts=_KN_TOO, note="bias"),
+    ConfigFamily("aria", DENSE_WIDTH, layouts=_KN_TOO),
+    ConfigFamily("llama4", DENSE_WIDTH, one_shared=True, layouts=_KN_TOO),
+    ConfigFamily("jetmoe", DENSE_WIDTH, attention=("kv_channels", "num_key_value_heads")),
+    ConfigFamily("hunyuan", ("moe_intermediate_size", "intermediate_size")),
+    ConfigFamily("dbrx", ("ffn_config.ffn_hidden_size",)),
+    ConfigFamily("longcat", ("expert_ffn_hidden_size", "moe_intermediate_size"), zero_experts="zero_expert_num"),
+    ConfigFamily("nemotron_h", gated=False),
+    ConfigFamily("muse_spark", note="a norm after each expert"),
+    *(ConfigFamily(prefix, kinds=("", "vision")) for prefix in ("ernie4_5_vl_moe", "ernie4_5_moe_vl")),
+    ConfigFamily("doge", refused="its experts are rows of two embeddings, not matrices: no grouped GEMM computes them"),
+    *(ConfigFamily(prefix) for prefix in ("qwen", "deepseek", "glm", "kimi", "dots", "mimo", "ernie4_5", "gemma")),
+)
+
+
+# Mistral's own params.json: no model_type, the sizes of the experts in an object "moe".
+PARAMS = ConfigFamily("", ("moe.expert_hidden_dim", "hidden_dim"))
+
+
+def family_of(model_type: str) -> ConfigFamily | None:
+    """The family of a model type, or None; the names of the fields alone are used then."""
+    return next((family for family in FAMILIES if model_type.startswith(family.prefix)), None)
+
 
 MAX_CONFIG_BYTES = 8 << 20
 _SIZES = (*EXPERTS, *PER_TOKEN, *WIDTHS, *LATENT)  # that may differ between layers

@@ -31,9 +31,9 @@ from pretuned.aot.journal.timings import CellTimes, Timings, cell_of
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import ships_unchosen
 from pretuned.aot.plan.plan import plan, planned_on
+from pretuned.aot.tune.scheduler import LIKELY
 from pretuned.aot.tune.shortlist import SHARE
 from pretuned.aot.tune.space import TuningSpace
-from pretuned.aot.tune.state import LIKELY
 from pretuned.artifacts import codec
 from pretuned.artifacts.bundle_file import BundleFile, open_bundle, open_bytes
 from pretuned.artifacts.errors import PretunedError

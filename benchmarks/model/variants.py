@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import method, provenance
 from benchmarks.method import MODELS
-from pretuned.aot.measure.calls import TORCH
+from pretuned.aot.measure.inputs import TORCH
 from pretuned.artifacts.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.records import DType, Fusion, Layout, Op, Variant
 from pretuned.runtime.launch import gemm as launch_gemm

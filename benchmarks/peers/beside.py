@@ -21,8 +21,7 @@ import torch
 
 from benchmarks import method
 from benchmarks.speed.kernels import dense, geometric_mean
-from pretuned.aot.compare.products import Call, grouped_mm, ours
-from pretuned.aot.compare.run import CapturedCall, capture_call, replayed_error
+from pretuned.aot.compare.run import Call, CapturedCall, capture_call, grouped_mm, ours, replayed_error
 
 OPS = ("forward", "dX", "dW")
 OURS, TORCH, DENSE = "ours", "torch_grouped_mm", "dense_same_flops"

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from pretuned.aot.compare.libraries import TritonKernels
-from pretuned.aot.compare.products import Call, Inputs
+from pretuned.aot.compare.run import Call, Inputs, TritonKernels
 
 VERSION = "0.20.2"
 INSTALL = f"pip download --no-deps vllm=={VERSION} && unzip -q vllm-{VERSION}-*.whl -d vllm-{VERSION}"

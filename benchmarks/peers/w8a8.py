@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers import vllm_kernels
-from pretuned.aot.measure.calls import Tensors, caller
+from pretuned.aot.measure.inputs import Tensors, caller
 from pretuned.artifacts.records import DType, Op, Problem
 from pretuned.runtime.dispatch.decide import Miss, decide
 from pretuned.runtime.dispatch.snapshot import snapshot

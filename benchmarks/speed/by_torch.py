@@ -65,7 +65,7 @@ def timed() -> list[dict[str, Any]]:
     import torch
 
     from benchmarks import method
-    from pretuned.aot.compare.products import Inputs, grouped_mm, ours, relative_error
+    from pretuned.aot.compare.run import Inputs, grouped_mm, ours, relative_error
     from pretuned.aot.measure.inputs import measured_routings
     from pretuned.runtime import explain, grouped_gemm
 

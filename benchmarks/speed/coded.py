@@ -23,9 +23,8 @@ from typing import Any
 import torch
 
 from benchmarks import provenance
-from pretuned.aot.measure.calls import Tensors, caller
-from pretuned.aot.measure.inputs import quantised_weights
-from pretuned.aot.measure.numerics import NumericsCheck
+from pretuned.aot.measure.bench import NumericsCheck
+from pretuned.aot.measure.inputs import Tensors, caller, quantised_weights
 from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.records import Fusion, Layout, Op, Problem
 from pretuned.kernels.chips import chip_of

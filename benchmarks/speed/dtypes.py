@@ -30,7 +30,7 @@ import torch
 from benchmarks import method, provenance
 from benchmarks.method import MODELS
 from benchmarks.speed.kernels import geometric_mean, in_turns
-from pretuned.aot.compare.products import matmul_loop
+from pretuned.aot.compare.run import matmul_loop
 from pretuned.kernels import reference
 from pretuned.runtime import explain, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
 

@@ -29,7 +29,7 @@ import torch
 
 from benchmarks import method, provenance
 from benchmarks.method import MODELS
-from pretuned.aot.compare.products import grouped_mm, matmul_loop, ours
+from pretuned.aot.compare.run import grouped_mm, matmul_loop, ours
 from pretuned.artifacts.records import DType, Layout, Op, Problem
 from pretuned.runtime import explain
 

@@ -24,9 +24,8 @@ import torch
 
 from benchmarks import method, provenance
 from benchmarks.speed.kernels import in_turns
-from pretuned.aot.measure.calls import Tensors, caller
-from pretuned.aot.measure.inputs import activations, quantised_weights, routed_rows
-from pretuned.aot.measure.numerics import NumericsCheck
+from pretuned.aot.measure.bench import NumericsCheck
+from pretuned.aot.measure.inputs import Tensors, activations, caller, quantised_weights, routed_rows
 from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.records import DType, Fusion, Layout, Op, Problem, Variant
 from pretuned.kernels.registry import beyond

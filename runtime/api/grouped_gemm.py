@@ -1,7 +1,7 @@
-"""``grouped_gemm``: a call like an earlier one runs its plan; any other is checked, run, and leaves a plan.
+"""``grouped_gemm``: a call that is like an earlier one runs its plan, any other is checked and leaves one.
 
-Plans are in a table of the snapshot. Their keys have all that decides which kernels run; ``product_plan.py`` compares
-the rest. Any other call is checked, cast for autocast, tuned if asked, and run with or without its gradient.
+Plans are in one table of the snapshot, by what decides of a call which kernels run and how: ``product_plan.py``
+compares the rest. Any other call is checked, cast for autocast, tuned if asked, then run with its gradient or without.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def grouped_gemm(
     if lora is not None and isinstance(lora, Lora) and lora.dropout:
         from .adapted import dropped
 
-        moves = {
+        whole = {
             "topk": topk,
             "gather_indices": gather_indices,
             "permute_x": permute_x,
@@ -223,7 +223,7 @@ def grouped_gemm(
             "out": out,
             "expected_rows": expected_rows,
         }
-        return dropped(grouped_gemm, x, w, m_sizes, lora, moves, rest)
+        return dropped(grouped_gemm, x, w, m_sizes, lora, whole, rest)
     tracing = _tracing()
     if not tracing and _duals._current_level >= 0:
         tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias, *(lora[:2] if isinstance(lora, Lora) else ()))
@@ -288,7 +288,7 @@ def grouped_gemm(
             if y is not None:
                 return y
     keep = None
-    if key is not None:  # some calls have plans for their exact sizes, or for tf32
+    if key is not None:  # the plan of these sizes, or of tf32
         plan = None
         try:
             varies = (
@@ -310,32 +310,27 @@ def grouped_gemm(
             y = plan.call(M, tensor, w, m_sizes, topk_weights, bias, gather_indices, out, lora)
             if y is not None:
                 return y
+    fused: dict[str, Any] = {
+        "gather_indices": gather_indices,
+        "topk_weights": topk_weights,
+        "fuse_mul_post": fuse_mul_post,
+        "bias": bias,
+        "lora": lora,
+        "expected_rows": expected_rows,
+    }
+    moves: dict[str, Any] = {
+        "topk": topk,
+        "permute_x": permute_x,
+        "permute_y": permute_y,
+        "w_layout": w_layout,
+        "zero_tail": zero_tail,
+        "dX_only": dX_only,
+        "dW_only": dW_only,
+    }
     if tracing or _jit_state() is not None:
         from .torch_library import traced
 
-        return traced(
-            x,
-            w,
-            m_sizes,
-            gather_indices=gather_indices,
-            topk_weights=topk_weights,
-            bias=bias,
-            topk=topk,
-            permute_x=permute_x,
-            permute_y=permute_y,
-            fuse_mul_post=fuse_mul_post,
-            w_layout=w_layout,
-            zero_tail=zero_tail,
-            dX_only=dX_only,
-            dW_only=dW_only,
-            untraceable=out is not None
-            or autotune
-            or kernel_config_fwd is not None
-            or kernel_config_bwd_dX is not None
-            or kernel_config_bwd_dW is not None,
-            lora=lora,
-            expected_rows=expected_rows,
-        )
+        return traced(x, w, m_sizes, **fused, **moves, untraceable=out is not None or autotune or pinned)
     if key is not None and tensors.on_gpu(tensor):
         if snapshot is None:
             from ..dispatch.snapshot import snapshot as taken
@@ -343,33 +338,14 @@ def grouped_gemm(
             snapshot = taken()
         keep = snapshot.plans, key, varies
     form = form_of(
-        w_layout=w_layout,
-        topk=topk,
-        permute_x=permute_x,
-        permute_y=permute_y,
-        zero_tail=zero_tail,
+        **moves,
         is_first_gemm=is_first_gemm,
-        dX_only=dX_only,
-        dW_only=dW_only,
         autotune=autotune,
         kernel_config_fwd=kernel_config_fwd,
         kernel_config_bwd_dX=kernel_config_bwd_dX,
         kernel_config_bwd_dW=kernel_config_bwd_dW,
     )
-    return _run(
-        x,
-        w,
-        m_sizes,
-        form,
-        gather_indices=gather_indices,
-        topk_weights=topk_weights,
-        fuse_mul_post=fuse_mul_post,
-        bias=bias,
-        out=out,
-        keep=keep,
-        lora=lora,
-        expected_rows=expected_rows,
-    )
+    return _run(x, w, m_sizes, form, moves, fused, out, keep)
 
 
 def _sizes(*operands: torch.Tensor | None) -> tuple[object, ...]:
@@ -386,67 +362,34 @@ def _run(
     w: torch.Tensor | ExpertWeights,
     m_sizes: torch.Tensor,
     form: Form,
-    *,
-    gather_indices: torch.Tensor | None = None,
-    topk_weights: torch.Tensor | None = None,
-    fuse_mul_post: bool = False,
-    bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    keep: _Place | None = None,
-    lora: Lora | None = None,
-    expected_rows: int | None = None,
+    moves: dict[str, Any],
+    fused: dict[str, Any],
+    out: torch.Tensor | None,
+    keep: _Place | None,
 ) -> torch.Tensor:
     """y of ``grouped_gemm``, on any device, differentiable where an input requires grad.
 
-    If the call can have a plan, it is stored in ``keep``.
+    ``moves`` are the call's parameters that ``form`` has, ``fused`` its other tensors and numbers, by name. A plan of
+    the call, where there is one, is put into ``keep``.
 
     Raises
     ------
     InputError
         for tensors that can't be used, or don't fit each other.
     """
+    gather_indices, topk_weights, fuse_mul_post, bias, lora, expected_rows = fused.values()
     if not isinstance(x, torch.Tensor):
         from ..weights.quantized_rows import QuantizedRows  # here, as few calls have such x
 
         if isinstance(x, QuantizedRows):
             from . import coded_rows
 
-            return coded_rows.run(
-                x,
-                w,
-                m_sizes,
-                form,
-                gather_indices=gather_indices,
-                topk_weights=topk_weights,
-                fuse_mul_post=fuse_mul_post,
-                bias=bias,
-                out=out,
-                lora=lora,
-                expected_rows=expected_rows,
-            )
+            return coded_rows.run(x, w, m_sizes, form, **fused, out=out)
     low = () if not isinstance(lora, Lora) else lora[:2]
     if tensors.is_traced(x, w, m_sizes, gather_indices, topk_weights, bias, *low):
         from .torch_library import traced
 
-        return traced(
-            x,
-            w,
-            m_sizes,
-            gather_indices=gather_indices,
-            topk_weights=topk_weights,
-            bias=bias,
-            topk=form.topk,
-            permute_x=form.permute_x,
-            permute_y=form.permute_y,
-            fuse_mul_post=fuse_mul_post,
-            w_layout=form.layout.value,
-            zero_tail=form.zero_tail,
-            dX_only=form.only_dx,
-            dW_only=form.only_dw,
-            untraceable=out is not None or form.autotune or form.pinned,
-            lora=lora,
-            expected_rows=expected_rows,
-        )
+        return traced(x, w, m_sizes, **fused, **moves, untraceable=out is not None or form.autotune or form.pinned)
     for name, value in (("x", x), ("w", w), ("m_sizes", m_sizes)):
         if not isinstance(value, torch.Tensor) and not (value is w and tensors.is_quantised(w)):
             tensors.bad(name, f"a {type(value).__name__}", "a torch.Tensor" + " or ExpertWeights" * (name == "w"))
@@ -506,7 +449,7 @@ def _adapted(
     out: torch.Tensor | None,
     keep: _Place | None,
 ) -> torch.Tensor:
-    """y of a checked call with an adapter. If the call can have a plan, it is stored in ``keep``."""
+    """y of a checked call with an adapter; a plan of one that can have it is put into ``keep``."""
     from .adapted import check_no_gradient, low_rank_of  # here, as it imports all of a layer
 
     adapter, fusions = low_rank_of(lora, x, call.m_sizes, call.N), call.fusions
@@ -540,7 +483,7 @@ def _adapted(
 
 
 def _kept(place: _Place | None, new_plan: ProductPlan | None) -> None:
-    """Store a new plan, if the call may have one and was recorded completely."""
+    """Put a plan into its place, where there are both, and all of the call was written down."""
     if place is not None and new_plan is not None and new_plan.program is not None:
         table, key, _ = place
         remember(table, key, new_plan)

@@ -96,36 +96,12 @@ def form_of(
     InputError
         for those that make no sense together.
     """
+    moves = w_layout, topk, permute_x, permute_y, zero_tail, is_first_gemm, dX_only, dW_only, autotune
+    pins = kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW
     try:
-        return _form(
-            w_layout,
-            topk,
-            permute_x,
-            permute_y,
-            zero_tail,
-            is_first_gemm,
-            dX_only,
-            dW_only,
-            autotune,
-            kernel_config_fwd,
-            kernel_config_bwd_dX,
-            kernel_config_bwd_dW,
-        )
+        return _form(*moves, *pins)
     except TypeError:  # something that has no hash: the checks will say what
-        return _form.__wrapped__(
-            w_layout,
-            topk,
-            permute_x,
-            permute_y,
-            zero_tail,
-            is_first_gemm,
-            dX_only,
-            dW_only,
-            autotune,
-            kernel_config_fwd,
-            kernel_config_bwd_dX,
-            kernel_config_bwd_dW,
-        )
+        return _form.__wrapped__(*moves, *pins)
 
 
 @functools.lru_cache(maxsize=1024, typed=True)

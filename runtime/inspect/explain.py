@@ -8,26 +8,289 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...artifacts.errors import HostError, InputError, PretunedError
-from ...artifacts.records import Fusion, Gpu, LocalGpu, Op, Problem, bucket_of, dtypes_of
+from ...artifacts.records import (
+    PRECISIONS,
+    Choice,
+    DType,
+    Fusion,
+    Gpu,
+    Layout,
+    LocalGpu,
+    Op,
+    Problem,
+    RowOp,
+    Variant,
+    bucket_of,
+    dtypes_of,
+    same_gpu,
+)
+from ...artifacts.tuples import NamedTuple
 from ...kernels import arch, chips
-from ...kernels.spec import takes_codes_of_x
+from ...kernels import plans as rule
+from ...kernels.chips import chip_named
+from ...kernels.entry import ALIGNMENT_BYTES
+from ...kernels.rowops import CODE_OPS
+from ...kernels.spec import code_of, takes_codes_of_x
 from .. import settings, verdicts
+from ..check.call import MAX_RANK
 from ..dispatch import compiled, plans
 from ..dispatch import snapshot as bundles
-from ..dispatch.decide import Decision, miss_reason, reason, settle, whole_columns, with_wide_rows
+from ..dispatch.decide import Decision, miss_reason, reason, settle, whole_columns, with_low_part, with_wide_rows
 from ..dispatch.hints import build_line, remedy
-from ..dispatch.ranking import Candidate, Match, Origin, chosen, idles, modelled, summed
-from ..dispatch.snapshot import Rejected, Snapshot, View
+from ..dispatch.plans import Planned
+from ..dispatch.ranking import Candidate, Match, Origin, chosen, idles, modelled, summed, why_not
+from ..dispatch.snapshot import Rejected, Snapshot, Usable, View
 from ..driver.device import current_device, local_gpu
-from . import low_rank, ways
 from .explanation import Explanation
 from .query import as_read, assumed_top_k, but_for_y, check_numbers, of_numbers, of_tensors, suits
 
 if TYPE_CHECKING:
     import torch
 
+    from ...artifacts.records import LocalGpu
+    from ..dispatch.snapshot import Snapshot
     from ..weights.expert_weights import ExpertWeights
     from ..weights.quantized_rows import QuantizedRows
+
+_ITEM_BYTES = 2  # of what such code reads
+INSIDE = "in the GEMM's kernel, as part of its reduction"
+
+
+class LowRankVerdict(NamedTuple):
+    """The variants that have the part in them, the first of which runs; or none, and why that is."""
+
+    candidates: tuple[Candidate, ...]
+    reason: str
+
+    def changes(self) -> dict[str, Any]:
+        """The fields in which an explanation differs from that of the product without an adapter."""
+        if not self.candidates:
+            return {"low_rank": f"a product of its own, which is added: {self.reason}"}
+        return {
+            "low_rank": INSIDE,
+            "candidates": self.candidates,
+            "reason": self.reason,
+            "compiles": False,
+            "raises": None,
+            "build": None,
+            "gathered_first": False,
+        }
+
+
+def with_rank(problem: Problem, rank: int) -> Problem:
+    """The problem with a low-rank part of ``rank`` columns; InputError for a product that takes none."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
+        raise InputError(f"explain: rank is {rank!r}, wanted the columns of an adapter, an int of 1 to {MAX_RANK}")
+    if problem.op is Op.DW or Fusion.SILU in problem.fusion:
+        raise InputError("explain: rank of dW, or of a product with silu in it: neither has a low-rank part")
+    return problem._replace(fusion=problem.fusion | Fusion.LOW_RANK)
+
+
+def with_columns(text: str | None, rank: int) -> str:
+    """A text of ``low_rank`` with the number of columns."""
+    wide = -(-rank * _ITEM_BYTES // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // _ITEM_BYTES
+    own = f", {rank} of them the adapter's" if wide != rank else ""
+    return f"{text}: {wide} columns{own}" if text == INSIDE else str(text)
+
+
+def verdict(
+    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool, strict: bool
+) -> LowRankVerdict:
+    """Decide a problem with ``Fusion.LOW_RANK`` as ``launch/ready.py`` and ``launch/quantised.py`` do."""
+    why = _ruled_out(problem, aligned=aligned, strict=strict)
+    if why is not None:
+        return LowRankVerdict((), why)
+    code = problem._replace(fusion=code_of(problem.op, problem.fusion))
+    best = with_low_part(snapshot, code, M, local)
+    if best is None:
+        return LowRankVerdict((), f"no shipped kernel for it runs on sm_{local.sm}")
+    others: list[Candidate] = []
+    with contextlib.suppress(Rejected):
+        others = modelled(snapshot, code, bucket_of(M), local, snapshot.reserve(local), aligned=True)
+    rest = (candidate for candidate in others if candidate.index != best.index or candidate.usable is not best.usable)
+    first = not others or best.config == others[0].config
+    why = "the cost model's choice" if first else "the config of the GEMM without an adapter"
+    return LowRankVerdict((best, *rest), f"{why}. Only the shipped candidates have low-rank kernels")
+
+
+def _ruled_out(problem: Problem, *, aligned: bool, strict: bool) -> str | None:
+    """Why no kernel can add the low-rank part; None if one may."""
+    fusion, dtype = problem.fusion, problem.dtype
+    if strict:
+        return "strict mode takes nothing of the candidates, which have the code for it"
+    if fusion & (Fusion.SCATTER | Fusion.WEIGHT):
+        return "no code adds it to rows that go elsewhere or are weighed"
+    if not dtype.quantised:
+        if dtype is not DType.BF16:
+            return f"its kernels are for bf16, this is {dtype.value}"
+        if Fusion.BIAS in fusion and Fusion.GATHER not in fusion:
+            return "the low-rank kernels add a bias only if they gather rows"
+    else:
+        format = next(name for name in PRECISIONS if dtype in dtypes_of(name))
+        if problem.op is Op.FORWARD and dtypes_of(format)[0] in CODE_OPS:
+            return f"the forward of {format} quantises x, which is faster"
+        if problem.layout is Layout.STORED:
+            return "only prepared weights have a kernel for it: w = w.prepare()"
+    return None if aligned else "rows of x, w or y are no whole 16 bytes"
+
+
+class Ruled(NamedTuple):
+    """The candidate that runs the call in place of the ordinary candidate, or None; and why."""
+
+    chosen: Candidate | None
+    reason: str
+
+
+class _Kernels:
+    """The choices and variants of one bundle of a snapshot."""
+
+    def __init__(self, snapshot: Snapshot, usable: Usable) -> None:
+        self._snapshot, self._bundle = snapshot, usable.bundle
+        self.gpus = usable.bundle.gpus
+
+    def find(self, problem: Problem) -> Sequence[Choice]:
+        return self._snapshot.find(self._bundle, problem)
+
+    def variant(self, index: int) -> Variant:
+        return self._snapshot.variant(self._bundle, index)
+
+    def variants(self, problem: Problem) -> Sequence[tuple[int, Variant]]:
+        return self._snapshot.variants(self._bundle, problem)
+
+
+def rows_first(
+    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, top_k: int, fusion: Fusion, aligned: bool
+) -> Ruled | None:
+    """The decision of ``plans.rows_first``, and its reason; None if no bundle has a choice for exactly this cell."""
+    ran = plans.own(snapshot, problem, M, local, aligned)
+    if ran is None:
+        return None
+    planned = plans.rows_first(snapshot, problem, M, local, top_k=top_k, fusion=fusion, aligned=aligned)
+    if aligned and top_k and not plans.can_gather(snapshot, problem, local, top_k, aligned):
+        return Ruled(None, "rows are gathered on load: no usable bundle has the row kernel that gathers them")
+    by_index = bool(code_of(problem.op, fusion & ~Fusion.GATHER))
+    ruling = rule.rows_first(_cell(snapshot, ran, problem), top_k * aligned, checks=False, by_index=by_index)
+    return _ruled(snapshot, ran, problem, planned, ruling, local, aligned)
+
+
+def fused_silu(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, top_k: int, aligned: bool) -> Ruled:
+    """The decision of ``plans.fused_silu``, and its reason. ``problem`` has ``Fusion.SILU``."""
+    plain = plans.plain_of(problem)
+    if snapshot.invariance is not None:
+        return Ruled(None, "in the batch-invariant mode h is rounded, as it is in a call with a gradient")
+    decided = settle(snapshot, plain, bucket_of(M), local, aligned, False)
+    if not isinstance(decided, Decision):
+        return Ruled(None, "no bundle has the plain GEMM")
+    if decided.chosen.match is not Match.EXACT:
+        return Ruled(None, f"the plain GEMM has no time to compare with, as its choice is {decided.reason}")
+    planned = plans.fused_silu(snapshot, problem, M, local, aligned=aligned, top_k=top_k)
+    at = top_k if plans.can_gather(snapshot, plain, local, top_k, aligned) else 0
+    ruling = rule.fused_silu(_cell(snapshot, decided.chosen, plain), at, checks=False)
+    return _ruled(snapshot, decided.chosen, plain, planned, ruling, local, aligned)
+
+
+def quantised_x(
+    snapshot: Snapshot, problem: Problem, other: DType, M: int, local: LocalGpu, *, top_k: int, aligned: bool
+) -> Ruled:
+    """The decision of ``plans.quantised_x``, and its reason. ``other``: the dtype of ``problem`` with bf16 x."""
+    if (lacking := plans.lacks_for_codes(snapshot, problem, local)) is not None:
+        return Ruled(None, lacking)
+    bucket, plain = bucket_of(M), problem._replace(dtype=other)
+    if snapshot.invariance is not None:
+        return _always_or_never(snapshot, problem, plain, bucket, local, aligned)
+    planned = plans.quantised_x(snapshot, problem, other, M, local, top_k=top_k, aligned=aligned)
+    decided = settle(snapshot, plain, bucket, local, aligned, False)
+    if isinstance(decided, Decision) and decided.chosen.match is Match.EXACT:
+        ruling = rule.quantised_x(_cell(snapshot, decided.chosen, plain), top_k)
+        return _ruled(snapshot, decided.chosen, plain, planned, ruling, local, aligned)
+    coded = settle(snapshot, problem, bucket, local, aligned, False)
+    if not isinstance(coded, Decision):
+        lacks = "x stays bf16: for the GEMM with quantised x, no bundle has it"
+        return Ruled(None, lacks if isinstance(decided, Decision) else "no bundle has this GEMM")
+    if not isinstance(decided, Decision):
+        return Ruled(coded.chosen, "x is quantised: no bundle has the GEMM with bf16 x")
+    if (coded.chosen.match, decided.chosen.match) != (Match.COST_MODEL, Match.COST_MODEL):
+        why = "its time and the time with bf16 x are not from one source"
+        return Ruled(None, f"x stays bf16: for the GEMM with quantised x, {why}")
+    chip, times = chip_named(local.gpu.name), (coded.chosen.time_us, decided.chosen.time_us)
+    _, why = rule.quantised_is_faster(problem, bucket, *times, coded.chosen.source, top_k, chip)
+    return Ruled(None if planned is None else coded.chosen, why)
+
+
+def _always_or_never(
+    snapshot: Snapshot, problem: Problem, plain: Problem, bucket: int, local: LocalGpu, aligned: bool
+) -> Ruled:
+    """The batch-invariant mode's decision on quantised x, for any number of rows."""
+    if not plans.always_quantises(snapshot, plain, local):
+        return Ruled(None, "in the batch-invariant mode x stays bf16 at any number of rows (quantize_x=False)")
+    coded = settle(snapshot, problem, bucket, local, aligned, False)
+    if not isinstance(coded, Decision):
+        return Ruled(None, f"x stays bf16: {coded.reason}")
+    return Ruled(coded.chosen, "in the batch-invariant mode x is quantised at any number of rows (quantize_x=True)")
+
+
+def of_codes(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, top_k: int, aligned: bool) -> Ruled:
+    """The kernel for x that arrives as codes, as ``plans.of_codes`` decides; or why there is none."""
+    *_, other = dtypes_of(problem.dtype.value)
+    if problem.layout is not Layout.NK or not problem.dtype.quantises_x:
+        return Ruled(None, "w is in the checkpoint's layout: prepare it")
+    if not aligned:
+        return Ruled(None, "x, y or w, or a row of them, does not begin at a multiple of 16 bytes")
+    lacking = plans.lacks_for_codes(snapshot, problem, local, RowOp.ORDER_CODES)
+    planned = plans.of_codes(snapshot, problem, other, M, local, top_k=top_k)
+    if planned is None:
+        return Ruled(None, (lacking or "no bundle has this GEMM").removeprefix("x stays bf16: "))
+    ruled = quantised_x(snapshot, problem, other, M, local, top_k=top_k, aligned=True)
+    if ruled.chosen is not None:
+        return ruled._replace(reason=f"x arrives as codes, by the variant of a call that quantises it: {ruled.reason}")
+    coded = settle(snapshot, problem, bucket_of(M), local, True, False)
+    if not isinstance(coded, Decision):
+        raise AssertionError(f"{problem}: a variant without a decision")
+    return Ruled(coded.chosen, f"x arrives as codes: {coded.reason}")
+
+
+def _cell(snapshot: Snapshot, ran: Candidate, problem: Problem) -> rule.Cell:
+    """The choice that names a candidate."""
+    kernels, gpus = _Kernels(snapshot, ran.usable), ran.usable.bundle.gpus
+    choice = next(
+        choice
+        for choice in kernels.find(problem)
+        if choice.bucket == ran.bucket and same_gpu(choice.measured_on(gpus), ran.gpu)
+    )
+    return rule.Cell.of(kernels, problem, choice, ran.usable.bundle.target.sm)
+
+
+def _ruled(
+    snapshot: Snapshot,
+    ran: Candidate,
+    problem: Problem,
+    planned: Planned | None,
+    ruling: rule.Ruling,
+    local: LocalGpu,
+    aligned: bool,
+) -> Ruled:
+    """The kernel that dispatch finds, and the rule's words for it."""
+    bundle = ran.usable.bundle
+    if planned is None:
+        if ruling.variant is None:
+            return Ruled(None, ruling.reason)
+        variant = snapshot.variant(bundle, ruling.variant)
+        asked = problem._replace(dtype=variant.dtype, fusion=variant.fusion, top_k=0)
+        lacking = why_not(variant, asked, local, aligned=aligned)
+        why = "the bundle's plan is not to" if lacking is None else f"its variant can't run here: {lacking}"
+        return Ruled(None, f"{why}. By its times, {ruling.reason}")
+    as_planned = ruling.variant == planned.variant
+    return Ruled(
+        ran._replace(
+            index=planned.variant,
+            variant=snapshot.variant(bundle, planned.variant),
+            time_us=ruling.gemm_us if as_planned else ran.time_us,
+            torch_us=None,
+            plan=(),
+        ),
+        ruling.reason if as_planned else f"the bundle's plan. By its times, {ruling.reason}",
+    )
+
 
 _MOST = 1 << 16
 
@@ -111,7 +374,7 @@ def explain(
         natural = suits(problem)
     check_numbers(M=M)
     if rank is not None:
-        problem = low_rank.with_rank(problem, rank)
+        problem = with_rank(problem, rank)
     if top_k is not None:
         check_numbers(top_k=top_k)
     local = made_up_gpu(sm) if sm is not None else gpu_here(device)
@@ -126,7 +389,7 @@ def explain(
     if expected_rows is not None:
         other = explain_on(problem, rows, local, **how)
         answer = replace(answer, without_hint="the same" if other.summary == answer.summary else other.summary)
-    return answer if rank is None else replace(answer, low_rank=low_rank.with_columns(answer.low_rank, rank))
+    return answer if rank is None else replace(answer, low_rank=with_columns(answer.low_rank, rank))
 
 
 def explain_on(
@@ -229,10 +492,10 @@ def examine(
     if Fusion.LOW_RANK in problem.fusion:
         alone = problem._replace(fusion=problem.fusion & ~Fusion.LOW_RANK)
         answer = examine(snapshot, alone, M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows)
-        part = low_rank.verdict(snapshot, problem, M, local, aligned=aligned, strict=strict)
+        part = verdict(snapshot, problem, M, local, aligned=aligned, strict=strict)
         return replace(answer, problem=problem, **part.changes())
     if Fusion.SILU in problem.fusion:
-        ruled = ways.fused_silu(snapshot, problem, M, local, top_k=top_k, aligned=aligned)
+        ruled = fused_silu(snapshot, problem, M, local, top_k=top_k, aligned=aligned)
         if ruled.chosen is None:
             plain = examine(
                 snapshot, plans.plain_of(problem), M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows
@@ -324,7 +587,7 @@ def _with_x_quantised(
         snapshot, problem._replace(dtype=other), M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows
     )
     if Fusion.LOW_RANK in problem.fusion:
-        if answer.low_rank == low_rank.INSIDE:
+        if answer.low_rank == INSIDE:
             return answer
         alone = problem._replace(fusion=problem.fusion & ~Fusion.LOW_RANK)
         found_alone = _with_x_quantised(snapshot, alone, M, local, aligned, strict, top_k, rows)
@@ -333,7 +596,7 @@ def _with_x_quantised(
     codes = problem._replace(layout=answer.problem.layout)
     passes, gathers = takes_codes_of_x(codes.dtype, codes.layout), Fusion.GATHER in problem.fusion
     left = codes._replace(fusion=codes.fusion & ~Fusion.GATHER) if passes else codes
-    ruled = ways.quantised_x(snapshot, left, other, M, local, top_k=top_k if passes and gathers else 0, aligned=aligned)
+    ruled = quantised_x(snapshot, left, other, M, local, top_k=top_k if passes and gathers else 0, aligned=aligned)
     if ruled.chosen is None or (passes and not aligned):
         return replace(answer, reason=f"{answer.reason}; {ruled.reason}") if answer.candidates else answer
     candidates = (ruled.chosen, *answer.candidates)
@@ -353,7 +616,7 @@ def _with_x_quantised(
 def _of_codes(problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: int) -> Explanation:
     """Explain a product whose x arrives as codes: a row kernel orders and gathers them."""
     snapshot = bundles.snapshot()
-    ruled = ways.of_codes(snapshot, problem, M, local, top_k=top_k, aligned=aligned)
+    ruled = of_codes(snapshot, problem, M, local, top_k=top_k, aligned=aligned)
     view, candidates = snapshot.view(local, installed=True), () if ruled.chosen is None else (ruled.chosen,)
     raises = None if candidates else f"InputError: no kernel here reads x as codes: {ruled.reason}"
     how: dict[str, Any] = {"raises": raises, "quantised_first": bool(candidates), "coded": True}
@@ -362,12 +625,12 @@ def _of_codes(problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: i
 
 def _gathered_first(
     snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: int
-) -> ways.Ruled | None:
+) -> Ruled | None:
     """True if rows are gathered beforehand; None if none are gathered, or no bundle's choice runs the problem."""
     if Fusion.GATHER not in problem.fusion:
         return None
     code = problem._replace(fusion=Fusion.GATHER)
-    return ways.rows_first(snapshot, code, M, local, top_k=top_k, fusion=problem.fusion, aligned=aligned)
+    return rows_first(snapshot, code, M, local, top_k=top_k, fusion=problem.fusion, aligned=aligned)
 
 
 def _decided(

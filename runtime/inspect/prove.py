@@ -27,8 +27,7 @@ from ...artifacts.limits import printable
 from ...artifacts.records import LocalGpu
 from .. import verdicts
 from ..dispatch import snapshot as dispatch_snapshot
-from .doctor import gpus_and_driver
-from .survey import Untested, survey
+from .doctor import Untested, gpus_and_driver, survey
 
 CHILD: tuple[str, ...] = (sys.executable, "-m", "pretuned.runtime.inspect.prover")
 SILENT_S = 300.0  # longest silence of a child: it imports torch from a slow disk, and a hanging kernel takes 30 s

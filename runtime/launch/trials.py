@@ -1,59 +1,133 @@
-"""Small trials of code on a GPU, held against torch on the host: where they run, how they are judged, those of passes.
+"""Small problems that test a kernel on a GPU: its results are compared with torch's on the host.
 
-Each is made so that what code of its kind can get wrong shows: experts with several tiles of rows, with one row and
-with none, a row of NaN, no whole tile, rows that belong to no expert, and memory around the result that has to stay as
-it is.
+Each problem shows what a kernel of its kind can get wrong. It has experts with several tiles of rows, with one row and
+with none, a row of NaN, no whole tile, rows of no expert, and memory around the result that has to stay as it is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
-from ...artifacts.records import DType, RowOp, Scale, Variant
+from ...artifacts.records import PRECISIONS, DType, Fusion, Layout, Op, RowOp, Scale, Variant, dtypes_of
 from ...artifacts.tuples import NamedTuple
 from ...kernels import reference, rowops
 from ...kernels.activations import KINDS, Activation
 from ...kernels.hopper_w8a8_block import scale_columns
+from ...kernels.spec import takes_codes_of_x
 from ..driver import cuda
+from ..driver.cuda import Unfinished
 from ..driver.rowops import RowOpLauncher
 from ..weights.codes import Quantised, cat, quantise, values
+from ..weights.expert_weights import ExpertWeights
 from ..weights.order import K_ORDER, ORDERS
-from ..weights.row_codes import codes_of_rows, values_of_rows
-from ..weights.writing import empty, quantise_into
+from ..weights.row_codes import codes_of_rows, values_of_rows, values_on_load
+from ..weights.writing import empty
+from . import gemm
 
-UNTOUCHED = 96.0  # fills results before a launch: exact in every dtype, and no test's result
-_T, _TOP_K, _USED = 24, 2, 41  # tokens, slots of each, and how many of the slots belong to an expert
-_NAN_TOKEN = 3
-_QUANTISED = 0.13  # two codes that lie side by side differ by an eighth
-_BLOCKS, _ROWS = Scale("fp32", 1, 128), Scale("fp32", 1, 0)  # of x's codes
-_STEP = 1e-6
+UNTOUCHED = 96.0  # what a result holds beforehand; every dtype has it, and no problem's result is it
+_ANY = -96.0  # wanted where anything may be stored
+_LONGEST_S = 30.0  # that a test may take: others may be using the GPU
+_LONGEST_SLEEP_S = 0.5  # of the process's own; more passes only where the process was stopped
+_QUANTISED = 0.13  # neighbouring codes differ by an eighth
 _ROUNDING = {DType.FP16: 2e-3, DType.FP32: 1e-4, DType.TF32: 4e-3}
+_TORCH = dict.fromkeys(DType, torch.bfloat16) | {  # the dtype of x and y
+    DType.FP16: torch.float16,
+    DType.FP32: torch.float32,
+    DType.TF32: torch.float32,
+}
 
-_Run: TypeAlias = "Callable[..., None]"  # (rows, M=, ...): a launch of arguments by name, tensors or numbers
+_Check: TypeAlias = "tuple[str, torch.Tensor, torch.Tensor, float]"  # (what it is, got, wanted, the most it may be off)
+_Checks: TypeAlias = "Iterator[_Check]"  # each is compared before the next launch
 
 
 class TrialPlace(NamedTuple):
-    """The device and stream of a self-test. ``wait`` waits for all its launches."""
+    """Where a test runs: a GPU's memory and a stream of its own; ``wait`` waits for all that was launched."""
 
     device: torch.device
     stream: int
     wait: Callable[[], None]
 
     def put(self, host: torch.Tensor, *, aligned: bool = True) -> torch.Tensor:
-        """A copy there, dense; unaligned it begins an element later than it would."""
+        """Return a dense copy on the device; unaligned it begins an element later than it would."""
         flat = torch.empty(host.numel() + 1, dtype=host.dtype, device=self.device)
         placed = flat[not aligned :][: host.numel()].view(host.shape)
         placed.copy_(host)
         return placed
 
 
-class Draw:
-    """Random operands, the same in every process, on the host. torch's own generator is left alone."""
+@contextlib.contextmanager
+def trial_place(device: int) -> Iterator[TrialPlace]:
+    """A GPU's memory and a stream of its own, also while another stream is captured."""
+    with cuda.relaxed(device), torch.cuda.device(device), torch.no_grad():
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+        def wait() -> None:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(stream)
+            waited, last = 0.0, time.monotonic()
+            while not done.query():  # type: ignore[no-untyped-call]
+                if waited > _LONGEST_S:
+                    raise Unfinished(f"what was launched did not end within {_LONGEST_S:.0f} s")
+                time.sleep(50e-6)
+                now = time.monotonic()
+                waited, last = waited + min(now - last, _LONGEST_SLEEP_S), now
+
+        with torch.cuda.stream(stream):
+            yield TrialPlace(torch.device("cuda", device), stream.cuda_stream, wait)
+
+
+def trial(kernel: gemm.LoadedKernel, here: TrialPlace) -> str | None:
+    """Run a kernel on its small problems; return its fault in words, None if it is right.
+
+    Raises
+    ------
+    CudaError
+        where the driver refuses a launch, or what was launched does not end.
+    """
+    variant = kernel.variant
+    if isinstance(variant.op, RowOp):
+        checks, above = _ROW_KERNELS[variant.op](_RowKernel(variant, kernel.function, variant.op, here)), 0
+    else:
+        checks, above = (_weight if variant.op is Op.DW else _rows)(kernel, here), 1
+    for what, got, want, most in checks:
+        here.wait()
+        wrong = _off(got.cpu().float(), want.float(), most, above)
+        if wrong:
+            return f"{what}{wrong}"
+    return None
+
+
+def _off(got: torch.Tensor, want: torch.Tensor, most: float, above: int) -> str | None:
+    """The first element of ``got`` that is not what is wanted, in words; None if all are.
+
+    ``above`` of the rows come before the result's first. An element may be off by ``most`` times (its size + the root
+    mean square of its row). Where ``want`` is NaN, NaN is wanted; where it is untouched, nothing may have been stored.
+    """
+    free = want == _ANY
+    untouched = want == UNTOUCHED
+    counts = ~untouched & ~free & ~want.isnan()
+    squares = torch.where(counts, want, 0.0).square().sum(-1, keepdim=True)
+    scale = (squares / counts.sum(-1, keepdim=True).clamp(min=1)).sqrt() + want.abs()
+    near = (got - want).abs() <= most * scale
+    right = torch.where(untouched, got == want, near | (got.isnan() & want.isnan())) | free
+    if bool(right.all()):
+        return None
+    wrong = (~right).nonzero()
+    at = tuple(wrong[0].tolist())
+    place = ", ".join(map(str, (at[0] - above, *at[1:])))
+    stored = "left as it was" if bool(untouched[at]) else f"{float(want[at]):.4g}"
+    return f"[{place}] is {float(got[at]):.4g}, wanted {stored} ({len(wrong)} of {want.numel()} elements are wrong)"
+
+
+class _Draw:
+    """Random operands, equal in every process, on the host. torch's own generator is left alone."""
 
     def __init__(self) -> None:
         self._generator = torch.Generator("cpu").manual_seed(11)
@@ -62,155 +136,269 @@ class Draw:
         """float32, N(0, 1)."""
         return torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
 
-    def integers(self, low: int, high: int, count: int) -> torch.Tensor:
-        """int32 [count], low to high - 1."""
-        return torch.randint(low, high, (count,), generator=self._generator, dtype=torch.int32, device="cpu")
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        """int32, low to high - 1."""
+        return torch.randint(low, high, shape, generator=self._generator, dtype=torch.int32, device="cpu")
 
     def order(self, count: int) -> torch.Tensor:
         """int32 [count]: a permutation."""
         return torch.randperm(count, generator=self._generator, dtype=torch.int64, device="cpu").to(torch.int32)
 
 
-def rounding(dtype: DType) -> float:
-    """The tolerance of ``off`` for a result of this dtype."""
+def _full(*shape: int, dtype: torch.dtype = torch.float32, value: float = UNTOUCHED) -> torch.Tensor:
+    return torch.full(shape, value, dtype=dtype, device="cpu")
+
+
+def _most(dtype: DType) -> float:
+    """How far a result of this dtype may be off."""
     return 3e-2 if dtype.quantised else _ROUNDING.get(dtype, 1.6e-2)
 
 
-def full(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Host memory filled with UNTOUCHED."""
-    return torch.full(shape, UNTOUCHED, dtype=dtype, device="cpu")
+# The GEMMs
+
+_COUNTS = torch.tensor((37, 0, 300, 1, 2, 24), dtype=torch.int32, device="cpu")  # rows of each expert
+_E, _USED = 6, 364
+_M, _TOP_K = 370, 2  # the last 6 rows belong to no expert; sorted rows for each row of x, where they are gathered
+_NAN_ROW, _NAN_TOKEN = 338, 100  # the first row of the fifth expert; a row of x that is gathered
+_RANK = 72  # of a low-rank part: more than a step of a reduction, and no whole one
+_MOVED = Fusion.WEIGHT | Fusion.BIAS
+_CALLS = {
+    Fusion.NONE: ((Fusion.NONE, False), (Fusion.NONE, True)),
+    Fusion.SCATTER: ((Fusion.BIAS, True), (Fusion.SCATTER, True), (Fusion.SCATTER | _MOVED, False)),
+    Fusion.GATHER: ((Fusion.GATHER, False), (Fusion.GATHER | Fusion.SCATTER | _MOVED, True)),
+    Fusion.SILU: ((Fusion.SILU, False),),
+    Fusion.SILU | Fusion.GATHER: ((Fusion.SILU | Fusion.GATHER, False),),
+    Fusion.LOW_RANK: ((Fusion.LOW_RANK, False), (Fusion.LOW_RANK, True)),
+    Fusion.LOW_RANK | Fusion.GATHER: ((Fusion.LOW_RANK | Fusion.GATHER | Fusion.BIAS, False),),
+}  # by a kernel's fusion: what calls fuse that run it, and whether with zero_tail
 
 
-def off(got: torch.Tensor, want: torch.Tensor, most: float, above: int = 0) -> str | None:
-    """Describe the first wrong element of ``got``; None if all are right.
+class _Operands(NamedTuple):
+    """x [M, reduction] and w on the GPU, and their values in float32 on the host; w's are [E, columns, reduction]."""
 
-    |got - want| may be ``most`` * (|want| + the root mean square of want's row). If want is NaN or UNTOUCHED, got must
-    be the same. ``above``: number of rows before the first, for the message.
-    """
-    numbers = got.cpu().float()
-    untouched = want == UNTOUCHED
-    counts = ~untouched & ~want.isnan()
-    squares = torch.where(counts, want, 0.0).square().sum(-1, keepdim=True)
-    scale = (squares / counts.sum(-1, keepdim=True).clamp(min=1)).sqrt() + want.abs()
-    near = (numbers - want).abs() <= most * scale
-    right = torch.where(untouched, numbers == want, near | (numbers.isnan() & want.isnan()))
-    if bool(right.all()):
-        return None
-    wrong = (~right).nonzero()
-    at = tuple(wrong[0].tolist())
-    place = ", ".join(map(str, (at[0] - above, *at[1:])))
-    stored = "left as it was" if bool(untouched[at]) else f"{float(want[at]):.4g}"
-    return f"[{place}] is {float(numbers[at]):.4g}, wanted {stored} ({len(wrong)} of {want.numel()} elements are wrong)"
+    x: torch.Tensor
+    w: torch.Tensor | ExpertWeights
+    x_values: torch.Tensor
+    w_values: torch.Tensor
+    w_kn: bool
+    scale: torch.Tensor | None = None  # x's scales, if x is of codes
 
 
-def trial_of_pass(variant: Variant, function: cuda.Function, op: RowOp, place: TrialPlace) -> str | None:
-    """Test a row kernel; return its fault in words, None if it is right.
-
-    Raises
-    ------
-    CudaError
-        where the driver refuses the launch.
-    """
-    launch = RowOpLauncher(variant, function, op)
-
-    def run(rows: int, /, **words: torch.Tensor | int) -> None:
-        addresses = {name: value if isinstance(value, int) else value.data_ptr() for name, value in words.items()}
-        launch(rows, place.stream, addresses)
-
-    on = _On(run, place, variant, launch.block)
-    return _TRIALS[op](on)
+def _x(draw: _Draw, reduction: int) -> torch.Tensor:
+    """x with rows of NaN: those that belong to no expert, and one other; every other number counts."""
+    x = draw.normal(_M, reduction)
+    x[_NAN_ROW] = x[_USED:] = float("nan")
+    return x
 
 
-class _On(NamedTuple):
-    """A row kernel under test, and where it runs."""
-
-    run: _Run
-    place: TrialPlace
-    variant: Variant
-    block: int
-
-    @property
-    def columns(self) -> int:
-        """The columns of a row: not a multiple of a program's block."""
-        return 264 if self.variant.alignment > 1 else 131
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return TORCH[self.variant.dtype]
-
-    def put(self, host: torch.Tensor) -> torch.Tensor:
-        """A copy on the GPU, as badly aligned as the code allows."""
-        return self.place.put(host, aligned=self.variant.alignment > 1)
-
-    def words(self, host: torch.Tensor) -> torch.Tensor:
-        """A copy on the GPU of int32 and float32 words, which are always aligned to themselves."""
-        return self.place.put(host)
-
-    def used(self, count: int = _USED) -> torch.Tensor:
-        """The number of rows that belong to an expert, int32 [1] on the GPU."""
-        return self.words(torch.tensor([count], dtype=torch.int32, device="cpu"))
-
-    def rows(self, host: torch.Tensor) -> torch.Tensor:
-        """A copy on the GPU in the kernel's dtype."""
-        return self.put(host.to(self.dtype))
-
-    def judged(self, got: torch.Tensor, want: torch.Tensor, what: str, most: float | None = None) -> str | None:
-        self.place.wait()
-        wrong = off(got, want, rounding(self.variant.dtype) if most is None else most)
-        return None if wrong is None else f"{what}{wrong}"
+def _operands(variant: Variant, here: TrialPlace) -> _Operands:
+    draw = _Draw()
+    aligned, dtype = variant.alignment > 1, _TORCH[variant.dtype]
+    if variant.dtype.quantised:
+        return _quantised_operands(variant, draw, here)
+    columns, reduction = (272, 200) if aligned else (134, 67)
+    kn = (variant.layout is Layout.KN) == (variant.op is Op.FORWARD)
+    x = _x(draw, reduction)
+    x[_NAN_TOKEN] = float("nan")
+    w = (draw.normal(_E, columns, reduction) * reduction**-0.5).to(dtype)
+    placed = here.put(w.transpose(1, 2).contiguous() if kn else w, aligned=aligned)
+    return _Operands(here.put(x.to(dtype), aligned=aligned), placed, x.to(dtype).float(), w.float(), kn)
 
 
-TORCH = dict.fromkeys(DType, torch.bfloat16) | {
-    DType.FP16: torch.float16,
-    DType.FP32: torch.float32,
-    DType.TF32: torch.float32,
-}  # torch's dtype of x and y
+def _quantised_operands(variant: Variant, draw: _Draw, here: TrialPlace) -> _Operands:
+    dtype, ordered = variant.dtype, variant.layout is not Layout.STORED
+    N, K = (256, 256) if ordered else (272, 224) if variant.alignment > 1 else (150, 74)
+    format = next(name for name in PRECISIONS if dtype in dtypes_of(name))
+    w = ExpertWeights.quantize(draw.normal(_E, N, K) * K**-0.5, format)
+    w_values = w.dequantize(torch.float32)
+    w_values = w_values.transpose(1, 2) if variant.op is Op.DX else w_values
+    placed = (w.prepare() if ordered else w).to(here.device)
+    x = _x(draw, w_values.shape[2])
+    x[_NAN_TOKEN] = float("nan")
+    x = x.bfloat16()
+    if not takes_codes_of_x(dtype, variant.layout):
+        # Each number is moved towards its code: either code would be right for a number half way between two.
+        x = x.float().lerp(values_on_load(x, dtype), 0.5).bfloat16()
+        there = here.put(x, aligned=variant.alignment > 1)
+        return _Operands(there, placed, values_on_load(x, dtype), w_values, variant.op is Op.DX)
+    if dtype.precision.x.scale is None:
+        raise AssertionError(f"{dtype.value} does not quantise x")
+    codes, scale = codes_of_rows(x, dtype.precision.x.scale)
+    x_values, there = values_of_rows(codes, scale, slice(0, _M)), here.put(codes.view(torch.uint8))
+    return _Operands(there, placed, x_values, w_values, False, here.put(scale))
 
 
-def _few(rows: int) -> int:
-    """A number of programs below ``rows``: each must loop over several rows."""
-    return rows // 3
+def _launched(
+    variant: Variant, here: TrialPlace, launch: Any, rows: int, columns: int, **words: torch.Tensor | int
+) -> torch.Tensor:
+    """The result of a launch, with a row of memory before it and a row after it."""
+    placed = here.put(_full(rows + 2, columns, dtype=_TORCH[variant.dtype]), aligned=variant.alignment > 1)
+    m_sizes, addresses = here.put(_COUNTS), _addresses(words)
+    for _ in range(2):  # what it counts with is as it was
+        launch(placed[1:].data_ptr(), m_sizes.data_ptr(), here.stream, M=_M, **addresses)
+    return placed
 
 
-def _gather(on: _On) -> str | None:
-    """out[i] = x[index[i] // top_k], in one launch and in the two that read each row of x once."""
-    draw, C, M = Draw(), on.columns, _T * _TOP_K
-    host = draw.normal(_T, C)
-    host[_NAN_TOKEN] = float("nan")
-    x, order, used = on.rows(host), draw.order(M), on.used()
-    index = on.words(order)
-    want = x.cpu().float()[order.long() // _TOP_K]
-
-    def out_of(used: torch.Tensor, programs: int, flags: int) -> str | None:
-        out = on.rows(full(M + 1, C))
-        on.run(programs, x=x, index=index, used=used, out=out, M=M, columns=C, top_k=_TOP_K, index_step=1, flags=flags)
-        return on.judged(out[:_USED], want[:_USED], "out") or on.judged(out[M:], full(1, C), "past out")
-
-    wrong = out_of(used, _few(M), rowops.USED)
-    if wrong:
-        return wrong
-    looks, noted = -(-M // rowops.NOTED_ROWS), on.words(torch.zeros(1 + M, dtype=torch.int32, device="cpu"))
-    flags = rowops.USED | rowops.NOTES
-    on.run(looks, x=x, index=index, used=used, out=noted, M=M, columns=C, top_k=M, index_step=1, flags=flags)
-    on.place.wait()
-    notes = noted.cpu()
-    there = notes[1 + order[:_USED].long()] == torch.arange(_USED, dtype=torch.int32, device="cpu")
-    if int(notes[0]) != _USED or not bool(there.all()):  # the next launch would store by them
-        return "where the rows go is noted wrongly"
-    return out_of(noted, _T + looks, rowops.BY_TOKEN)
+def _addresses(words: dict[str, Any]) -> dict[str, int]:
+    return {name: word if isinstance(word, int) else word.data_ptr() for name, word in words.items()}
 
 
+def _rows(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
+    """y, and the memory around it."""
+    variant = kernel.variant
+    on = _operands(variant, here)
+    biased = Fusion.BIAS if variant.dtype.quantised and variant.fusion is Fusion.LOW_RANK else Fusion.NONE
+    for fusion, zero_tail in _CALLS[variant.fusion]:
+        yield _call(kernel, here, on, fusion | biased, zero_tail)
+
+
+def _call(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, fusion: Fusion, zero_tail: bool) -> _Check:
+    variant, draw, dtype = kernel.variant, _Draw(), _TORCH[kernel.variant.dtype]
+    gathers, scatters, silu, low_rank, weighted, biased = (
+        part in fusion
+        for part in (Fusion.GATHER, Fusion.SCATTER, Fusion.SILU, Fusion.LOW_RANK, Fusion.WEIGHT, Fusion.BIAS)
+    )
+    columns, reduction = on.w_values.shape[1:]
+    wide, top_k = columns // 2 if silu else columns, _TOP_K if gathers else 1
+    index, weights, bias = draw.order(_M), draw.normal(_M), draw.normal(_E, columns).to(dtype)
+    if scatters:
+        index[5], index[40] = -1, _M  # rows that go nowhere
+    indexed = gathers or scatters or weighted
+    fused = gemm.Fused(fusion, 1, top_k, zero_tail)
+    R = _RANK if low_rank else 0
+    launch = gemm.product_launcher(kernel, N=columns, K=reduction, E=_E, m_sizes_step=1, fused=fused, R=R)
+    words: dict[str, Any] = {"x": on.x, "index": 0, "index_end": 0, "row_weights": 0, "bias": 0}
+    words |= gemm.words_of(on.w, launch) if isinstance(on.w, ExpertWeights) else {"w": on.w}
+    words |= {"stride_x_m": reduction} if on.scale is None else {"x_scale": on.scale}
+    words |= {"index": here.put(index), "index_end": _M} if indexed else {}
+    words |= {"row_weights": here.put(weights)} if weighted else {}
+    words |= {"bias": here.put(bias, aligned=variant.alignment > 1)} if biased else {}
+    low_x, low_w = draw.normal(_M, R).to(dtype), draw.normal(_E, columns, R).to(dtype)
+    if low_rank:
+        words |= {"low_x": here.put(low_x), "low_w": here.put(low_w.mT.contiguous() if on.w_kn else low_w)}
+    placed = _launched(variant, here, launch, _M, wide + 8, stride_y_m=wide + 8, **words)
+    want = _full(_M + 2, wide + 8)
+    result = want[1:-1, :wide]
+    reference.rows(
+        on.x_values[: _M // top_k],
+        on.w_values,
+        _COUNTS,
+        result,
+        M=_M,
+        layout=Layout.NK,
+        index=index if indexed else None,
+        index_end=_M,
+        gather_divisor=_TOP_K if gathers else 0,
+        scatter=scatters,
+        row_weights=weights if weighted else None,
+        bias=bias.float() if biased else None,
+        silu=silu,
+    )
+    if low_rank:
+        reference.rows(low_x.float(), low_w.float(), _COUNTS, added := _full(_M, wide), M=_M, layout=Layout.NK)
+        result[:_USED] += added[:_USED]
+    if launch.zeroes:
+        rest = (result == UNTOUCHED).all(1) if scatters else torch.arange(_M, device="cpu") >= _USED
+        result[rest] = 0
+    what = f"{f'{fusion.name} ' if fusion else ''}y{' with zero_tail' if zero_tail else ''}"
+    return what, placed, want, _most(variant.dtype)
+
+
+def _weight(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
+    """dw, and the memory around it."""
+    variant, draw, dtype = kernel.variant, _Draw(), _TORCH[kernel.variant.dtype]
+    aligned = variant.alignment > 1
+    N, K = (264, 200) if aligned else (131, 67)
+    dy, x = (_x(draw, columns).to(dtype) for columns in (N, K))
+    launch = gemm.product_launcher(kernel, N=N, K=K, E=_E, m_sizes_step=1)
+    operands = {"dy": here.put(dy, aligned=aligned), "x": here.put(x, aligned=aligned)}
+    placed = _launched(variant, here, launch, _E * N, K, stride_dy_m=N, stride_x_m=K, **operands)
+    want = _full(_E * N + 2, K)
+    want[1:-1] = reference.grad_weight(dy.float(), x.float(), _COUNTS).view(_E * N, K)
+    yield "dw, its rows one after another, ", placed, want, _most(variant.dtype)
+
+
+# The row kernels
+
+_T, _SLOTS, _HAVE = 24, 48, 41  # tokens, slots (_TOP_K of each), and how many of the sorted slots belong to an expert
+_NAN = 3  # the token of NaN
+_FEW, _FEW_TOKENS = _SLOTS // 3, _T // 3  # the rows that a launch has programs for, which do the others as well
+_STEP = 1e-6
+_LIMIT = 3.0
+_BLOCKS, _BY_ROW = Scale("fp32", 1, 128), Scale("fp32", 1, 0)  # of x's codes
 # Each activation once, with a gate or without, gate and up in halves or alternating.
 _ACTS = (
     (Activation("silu"), True, False),
     (Activation("gelu"), True, True),
     (Activation("gelu_tanh"), False, False),
-    (Activation("swiglu", limit=3.0, alpha=1.5, beta=0.5), True, True),
+    (Activation("swiglu", limit=_LIMIT, alpha=1.5, beta=0.5), True, True),
     (Activation("relu2"), False, False),
     (Activation("situ", beta=2.0, linear_beta=3.0), True, False),
-    (Activation("swiglustep", limit=3.0), True, True),
+    (Activation("swiglustep", limit=_LIMIT), True, True),
 )
-_LIMIT = 3.0  # the limit of the activations above
+
+
+class _RowKernel:
+    """A row kernel on a GPU. ``run`` launches it with the arguments that all launches share, and with its own."""
+
+    def __init__(self, variant: Variant, function: cuda.Function, op: RowOp, place: TrialPlace) -> None:
+        self._launch, self._place, self._aligned = RowOpLauncher(variant, function, op), place, variant.alignment > 1
+        self.op, self.kind, self.block, self.draw = op, variant.dtype, self._launch.block, _Draw()
+        self.columns = 264 if self._aligned else 131  # of a row: no whole block of them
+        self.dtype, self.most = _TORCH[variant.dtype], _most(variant.dtype)
+        self.order = _Draw().order(_SLOTS)
+        self.tokens = self.order.long() // _TOP_K  # the row of x of each sorted slot
+        used = self.words(torch.tensor([_HAVE], dtype=torch.int32, device="cpu"))
+        self._shared: dict[str, Any] = {
+            "M": _SLOTS,
+            "columns": self.columns,
+            "top_k": _TOP_K,
+            "index_step": 1,
+            "m_sizes_step": 1,
+        }
+        self._shared |= {"ids_step": 1, "used": used, "index": self.words(self.order)}
+
+    def run(self, rows: int, /, **words: torch.Tensor | int) -> None:
+        self._launch(rows, self._place.stream, _addresses(self._shared | words))
+
+    def words(self, host: torch.Tensor) -> torch.Tensor:
+        """A copy on the GPU of words of a fixed dtype, which are always aligned to themselves."""
+        return self._place.put(host)
+
+    def rows(self, host: torch.Tensor) -> torch.Tensor:
+        """A copy on the GPU in the kernel's dtype, as badly aligned as the kernel allows."""
+        return self._place.put(host.to(self.dtype), aligned=self._aligned)
+
+    def host(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What launches left in these tensors."""
+        self._place.wait()
+        return tuple(tensor.cpu() for tensor in tensors)
+
+    def results(self, columns: int) -> torch.Tensor:
+        """Memory for a row of each slot, and a row behind them."""
+        return self.rows(_full(_SLOTS + 1, columns))
+
+
+def _of_experts(rows: torch.Tensor) -> torch.Tensor:
+    """``rows`` of slots that have an expert; anything in the other slots, and nothing behind them."""
+    return torch.cat([rows[:_HAVE], _full(_SLOTS - _HAVE, rows.shape[1], value=_ANY), _full(1, rows.shape[1])])
+
+
+def _gather(on: _RowKernel) -> _Checks:
+    """out[i] = x[index[i] // top_k], in one launch and in the two that read each row of x once."""
+    host = on.draw.normal(_T, on.columns)
+    host[_NAN] = float("nan")
+    x = on.rows(host)
+    want = _of_experts(x.cpu().float()[on.tokens])
+    on.run(_FEW, x=x, out=(out := on.results(on.columns)), flags=rowops.USED)
+    yield "out", out, want, on.most
+    looks, notes = -(-_SLOTS // rowops.NOTED_ROWS), on.words(torch.zeros(1 + _SLOTS, dtype=torch.int32, device="cpu"))
+    on.run(looks, x=x, out=notes, top_k=_SLOTS, flags=rowops.USED | rowops.NOTES)
+    noted = _full(1 + _SLOTS, value=_ANY)
+    noted[0], noted[1 + on.order[:_HAVE].long()] = _HAVE, torch.arange(_HAVE, dtype=torch.float32, device="cpu")
+    yield "where the rows go is noted wrongly: ", notes, noted, 0.0  # the next launch stores by them
+    on.run(_T + looks, x=x, used=notes, out=(out := on.results(on.columns)), flags=rowops.BY_TOKEN)
+    yield "out", out, want, on.most
 
 
 def _flags(act: Activation, gated: bool, interleaved: bool) -> int:
@@ -218,69 +406,37 @@ def _flags(act: Activation, gated: bool, interleaved: bool) -> int:
     return KINDS.index(act.name) | (rowops.GATED if gated else 0) | turns | rowops.USED
 
 
-def _activation(on: _On) -> str | None:
-    """a = act(gate) * up."""
-    draw, I, M = Draw(), on.columns, _T * _TOP_K  # noqa: E741
-    used = on.used()
-    for act, gated, interleaved in _ACTS:
-        h, a = on.rows(draw.normal(M, I * (1 + gated)) * 3), on.rows(full(M + 1, I))
-        on.run(_few(M), h=h, a=a, used=used, M=M, columns=I, flags=_flags(act, gated, interleaved), **act.words)
-        want = _act(h.cpu().float(), act, gated, interleaved)
-        wrong = on.judged(a[:_USED], want[:_USED], f"{act} a") or on.judged(a[M:], full(1, I), "past a")
-        if wrong:
-            return wrong
-    return None
-
-
-def _activation_grad(on: _On) -> str | None:
-    """dh = act'(h) * (t * da), a = t * act(h), dweights[index] = dot(da, act(h)), t = weights[index]."""
-    draw, I, M = Draw(), on.columns, _T * _TOP_K  # noqa: E741
-    used = on.used()
-    order, scale = draw.order(M), draw.normal(M)
-    index, weights, flat = on.words(order), on.words(scale), order.long()
-    more = rowops.WEIGHTED | rowops.WRITES_DH | rowops.WRITES_A | rowops.WRITES_DWEIGHTS
-    for act, gated, interleaved in _ACTS:
-        host = (draw.normal(M, I * (1 + gated)) * 3).to(on.dtype)
-        h = on.rows(
-            torch.where((host.abs() - _LIMIT).abs() < 2 * _STEP, 1.0, host)
-        )  # no h at the limit, where the slope jumps
-        da = on.rows(draw.normal(M, I))
-        dh, a = on.rows(full(M + 1, I * (1 + gated))), on.rows(full(M + 1, I))
-        dweights = on.words(full(M))
-        flags = _flags(act, gated, interleaved) | more
-        on.run(
-            _few(M),
-            h=h,
-            da=da,
-            row_weights=weights,
-            index=index,
-            used=used,
-            dh=dh,
-            a=a,
-            dweights=dweights,
-            M=M,
-            columns=I,
-            index_step=1,
-            flags=flags,
-            **act.words,
-        )
-        grad, t = da.cpu().float(), scale[flat][:, None]
-        activated, want = _with_slopes(h.cpu().double(), grad * t, act, gated, interleaved)
-        dots = torch.zeros(M, dtype=torch.float32, device="cpu")
-        dots[flat[:_USED]] = (activated * grad).sum(1)[:_USED]
-        wrong = (
-            on.judged(dh[:_USED], want[:_USED], f"{act} dh")
-            or on.judged(a[:_USED], (activated * t)[:_USED], f"{act} a")
-            or on.judged(dweights, dots, f"{act} dweights")
-            or on.judged(dh[M:], full(1, dh.shape[1]), "past dh")
-        )
-        if wrong:
-            return wrong
-    return None
-
-
 def _act(h: torch.Tensor, act: Activation, gated: bool, interleaved: bool) -> torch.Tensor:
     return reference.activation(h, act, gated=gated, interleaved=interleaved)
+
+
+def _activation(on: _RowKernel) -> _Checks:
+    """a = act(gate) * up."""
+    for act, gated, interleaved in _ACTS:
+        h, a = on.rows(on.draw.normal(_SLOTS, on.columns * (1 + gated)) * 3), on.results(on.columns)
+        on.run(_FEW, h=h, a=a, flags=_flags(act, gated, interleaved), **act.words)
+        yield f"{act} a", a, _of_experts(_act(h.cpu().float(), act, gated, interleaved)), on.most
+
+
+def _activation_grad(on: _RowKernel) -> _Checks:
+    """dh = act'(h) * (t * da), a = t * act(h), dweights[index] = dot(da, act(h)), t = weights[index]."""
+    I, scale, flat = on.columns, on.draw.normal(_SLOTS), on.order.long()  # noqa: E741
+    more = rowops.WEIGHTED | rowops.WRITES_DH | rowops.WRITES_A | rowops.WRITES_DWEIGHTS
+    for act, gated, interleaved in _ACTS:
+        host = (on.draw.normal(_SLOTS, I * (1 + gated)) * 3).to(on.dtype)
+        # Where the slope has a step, either side of it would be right.
+        h = on.rows(torch.where((host.abs() - _LIMIT).abs() < 2 * _STEP, 1.0, host))
+        da, dh, a = on.rows(on.draw.normal(_SLOTS, I)), on.results(I * (1 + gated)), on.results(I)
+        results = {"dh": dh, "a": a, "dweights": on.words(_full(_SLOTS))}
+        flags = _flags(act, gated, interleaved) | more
+        on.run(_FEW, h=h, da=da, row_weights=on.words(scale), flags=flags, **results, **act.words)
+        grad, t = da.cpu().float(), scale[flat][:, None]
+        activated, slopes = _with_slopes(h.cpu().double(), grad * t, act, gated, interleaved)
+        dots = torch.zeros(_SLOTS, dtype=torch.float32, device="cpu")
+        dots[flat[:_HAVE]] = (activated * grad).sum(1)[:_HAVE]
+        wanted = {"dh": _of_experts(slopes), "a": _of_experts(activated * t), "dweights": dots}
+        for name, want in wanted.items():
+            yield f"{act} {name}", results[name], want, on.most
 
 
 def _with_slopes(h: torch.Tensor, da: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -295,405 +451,258 @@ def _with_slopes(h: torch.Tensor, da: torch.Tensor, *how: Any) -> tuple[torch.Te
     return _act(h, *how).float(), dh.float()
 
 
-def _combine(on: _On) -> str | None:
+def _combine(on: _RowKernel) -> _Checks:
     """out[t] = the sum over t's slots of weight * (y[place] + bias[expert]), of those that have a place."""
-    draw, C, M, E = Draw(), on.columns, _T * _TOP_K, 5
-    order, scale, expert = draw.order(M), draw.normal(M), draw.integers(0, E, M)
-    place = torch.where(order < _USED, order, -1)
-    here = place >= 0
-    expert = torch.where(here, expert, E)
-    y, bias, out = on.rows(draw.normal(M, C)), on.rows(draw.normal(E, C)), on.rows(full(_T + 1, C))
-    places, weights, experts = on.words(place), on.words(scale), on.words(expert)
-    on.run(
-        _few(_T),
-        y=y,
-        places=places,
-        row_weights=weights,
-        experts=experts,
-        bias=bias,
-        out=out,
-        M=_T,
-        columns=C,
-        top_k=_TOP_K,
-        flags=rowops.WEIGHTED | rowops.BIASED,
-    )
+    C, E = on.columns, 5
+    place = torch.where(on.order < _HAVE, on.order, -1)
+    here, weights = place >= 0, on.draw.normal(_SLOTS)
+    expert = torch.where(here, on.draw.integers(0, E, _SLOTS), E)
+    y, bias, out = on.rows(on.draw.normal(_SLOTS, C)), on.rows(on.draw.normal(E, C)), on.rows(_full(_T + 1, C))
+    words = {"places": on.words(place), "row_weights": on.words(weights), "experts": on.words(expert)}
+    on.run(_FEW_TOKENS, y=y, bias=bias, out=out, M=_T, flags=rowops.WEIGHTED | rowops.BIASED, **words)
     rows, added = y.cpu().float()[place.clamp(min=0).long()], bias.cpu().float()[expert.clamp(max=E - 1).long()]
-    by_slot = torch.where(here[:, None], (rows + added) * scale[:, None], 0.0)
-    want = by_slot.view(_T, _TOP_K, C).sum(1)
-    return on.judged(out[:_T], want, "out") or on.judged(out[_T:], full(1, C), "past out")
+    by_slot = torch.where(here[:, None], (rows + added) * weights[:, None], 0.0)
+    yield "out", out, torch.cat([by_slot.view(_T, _TOP_K, C).sum(1), _full(1, C)]), on.most
 
 
-def _place_rows(on: _On) -> str | None:
+def _place_rows(on: _RowKernel) -> _Checks:
     """The rows of experts that lie apart, at starts of their own and at steps of ``room``."""
     M, room, E = 3 * on.block + 7, on.block + 2, 4
     sizes = torch.tensor([room + 5, 0, 3, -1], dtype=torch.int64, device="cpu")
     own = torch.tensor([2 * on.block, 1, M - 2, 0], dtype=torch.int64, device="cpu")
-    for starts in (None, own):
-        first = torch.arange(E, device="cpu") * room if starts is None else starts
-        most = room if starts is None else M
+    for first, steps in ((torch.arange(E, device="cpu") * room, False), (own, True)):
+        most = M if steps else room
         counts = sizes.clamp(0, most).minimum((M - first).clamp(min=0))
         bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         rows = [torch.arange(a, a + n, device="cpu") for a, n in zip(first.tolist(), counts.tolist(), strict=True)]
-        index = torch.cat([*rows, counts.new_zeros(M - int(bounds[E]))])
-        results = [on.words(torch.full((n,), 77, dtype=torch.int32, device="cpu")) for n in (M, E, E + 1)]
-        m_sizes = on.words(sizes if starts is None else sizes.to(torch.int32))
-        on.run(
-            E,
-            m_sizes=m_sizes,
-            starts=0 if starts is None else on.words(starts),
-            index=results[0],
-            counts=results[1],
-            bounds=results[2],
-            M=M,
-            E=E,
-            room=most,
-            m_sizes_step=2 if starts is None else 1,
-            starts_step=0 if starts is None else 2,
-        )
-        on.place.wait()
-        pairs = zip(("index", "counts", "bounds"), results, (index, counts, bounds), strict=True)
-        wrong = [name for name, got, want in pairs if not torch.equal(got.cpu().long(), want)]
-        if wrong:
-            return f"{', '.join(wrong)} are wrong" + (" at starts of their own" if starts is not None else "")
-    return None
+        wanted = {"index": torch.cat([*rows, counts.new_zeros(M - int(bounds[E]))]), "counts": counts, "bounds": bounds}
+        results = {name: _numbers(on, len(want)) for name, want in wanted.items()}
+        m_sizes, starts = on.words(sizes.to(torch.int32) if steps else sizes), on.words(first) if steps else 0
+        layout = {"M": M, "E": E, "room": most, "m_sizes_step": 2 - steps, "starts_step": 2 * steps}
+        on.run(E, m_sizes=m_sizes, starts=starts, **results, **layout)
+        for name, want in wanted.items():
+            yield f"{name}{' at starts of their own' if steps else ''}", results[name], want, 0.0
 
 
-def _sort_slots(on: _On) -> str | None:
+def _numbers(on: _RowKernel, count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Memory for integers."""
+    return on.words(_full(count, dtype=dtype, value=77))
+
+
+def _sort_slots(on: _RowKernel) -> _Checks:
     """Slots in the order of their experts: of few, in one launch, and of several chunks, in three."""
+    E = 6
     for M in (min(100, on.block), 2 * on.block + 55):
-        wrong = _sorted(on, M, E=6)
-        if wrong:
-            return f"of {M} slots {wrong}"
-    return None
+        chunks, slots = -(-M // on.block), on.draw.integers(-1, E + 2, M)
+        expert = torch.where((slots >= 0) & (slots < E), slots, E).long()
+        order, sizes = expert.argsort(stable=True), expert.bincount(minlength=E + 1)[:E]
+        place = torch.empty_like(order)
+        place[order] = torch.arange(M, dtype=torch.int64, device="cpu")
+        place = torch.where(place < sizes.sum(), place, -1)
+        bounds = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        wanted = {"order": order, "m_sizes": sizes, "bounds": bounds, "places": place, "experts": expert}
+        results = {name: _numbers(on, len(want)) for name, want in wanted.items()}
+        results |= {"order": _numbers(on, M, torch.int64), "experts": _numbers(on, chunks * on.block)}
+        run = partial(on.run, ids=on.words(slots), M=M, E=E, **results)
+        if chunks == 1:
+            run(1, counts=0, flags=rowops.COUNTS | rowops.PLACES)
+        else:
+            counts = _numbers(on, chunks * (E + 1))
+            run(chunks, counts=counts, flags=rowops.COUNTS)
+            run(-(-(E + 1) // rowops.SORTED_EXPERTS), counts=counts, flags=rowops.ADDS)
+            run(chunks, counts=counts, flags=rowops.PLACES)
+        for name, want in wanted.items():
+            yield f"of {M} slots {name}", results[name][: len(want)], want, 0.0
 
 
-def _sorted(on: _On, M: int, E: int) -> str | None:
-    chunks, slots = -(-M // on.block), Draw().integers(-1, E + 2, M)
-
-    def words(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return on.words(torch.full((count,), 77, dtype=dtype, device="cpu"))
-
-    expert = torch.where((slots >= 0) & (slots < E), slots, E).long()
-    order, sizes = expert.argsort(stable=True), expert.bincount(minlength=E + 1)[:E]
-    place = torch.empty_like(order)
-    place[order] = torch.arange(M, dtype=torch.int64, device="cpu")
-    place = torch.where(place < sizes.sum(), place, -1)
-    ends = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    ids, experts, places, bounds, m_sizes = on.words(slots), words(chunks * on.block), words(M), words(E + 1), words(E)
-    stored = words(M, torch.int64)
-    words_of: dict[str, Any] = {
-        "ids": ids,
-        "experts": experts,
-        "order": stored,
-        "places": places,
-        "bounds": bounds,
-        "m_sizes": m_sizes,
-        "M": M,
-        "E": E,
-        "ids_step": 1,
-    }
-    if chunks == 1:
-        on.run(1, **words_of, counts=0, flags=rowops.COUNTS | rowops.PLACES)
-    else:
-        words_of["counts"] = words(chunks * (E + 1))
-        on.run(chunks, **words_of, flags=rowops.COUNTS)
-        on.run(-(-(E + 1) // rowops.SORTED_EXPERTS), **words_of, flags=rowops.ADDS)
-        on.run(chunks, **words_of, flags=rowops.PLACES)
-    on.place.wait()
-    pairs = (
-        ("order", stored, order),
-        ("m_sizes", m_sizes, sizes),
-        ("bounds", bounds, ends),
-        ("places", places, place),
-        ("experts", experts[:M], expert),
-    )
-    wrong = [name for name, got, want in pairs if not torch.equal(got.cpu().long(), want)]
-    return f"{', '.join(wrong)} are wrong" if wrong else None
-
-
-def _clear(on: _On) -> str | None:
+def _clear(on: _RowKernel) -> _Checks:
     """Rows of y that no index names become zero, the others stay."""
-    draw, C, M, rows, E = Draw(), 264, 300, 200, 3
+    C, M, rows, E = 264, 300, 200, 3
     counts = torch.tensor([200, 0, 60], dtype=torch.int32, device="cpu")
-    named_rows, host = draw.integers(-2, rows // 2, M), draw.normal(rows + 1, C)
-    y, index, m_sizes = on.words(host), on.words(named_rows), on.words(counts)
-    named = on.words(torch.zeros(rows, dtype=torch.int8, device="cpu"))
-    words_of: dict[str, Any] = {
-        "y": y,
-        "index": index,
-        "m_sizes": m_sizes,
-        "named": named,
-        "M": M,
-        "rows": rows,
-        "columns": C,
-        "E": E,
-        "index_end": rows,
-        "m_sizes_step": 1,
-        "index_step": 1,
-    }
-    on.run(-(-M // on.block), **words_of, flags=rowops.NAMES)
-    on.run(-(-rows // rowops.CLEARED_ROWS), **words_of, flags=0)
-    used = named_rows[: int(counts.sum())]
+    names, host = on.draw.integers(-2, rows // 2, M), on.draw.normal(rows + 1, C)
+    y, marks = on.words(host), on.words(torch.zeros(rows, dtype=torch.int8, device="cpu"))
+    run = partial(on.run, y=y, index=on.words(names), m_sizes=on.words(counts), named=marks, index_end=rows)
+    run(-(-M // on.block), M=M, rows=rows, columns=C, E=E, flags=rowops.NAMES)
+    run(-(-rows // rowops.CLEARED_ROWS), M=M, rows=rows, columns=C, E=E, flags=0)
+    named = names[: int(counts.sum())]
     stays = torch.zeros(rows + 1, dtype=torch.bool, device="cpu")
-    stays[used[used >= 0].long()] = True
+    stays[named[named >= 0].long()] = True
     stays[rows] = True
-    return on.judged(y, torch.where(stays[:, None], host, 0.0), "y", 0.0)
+    yield "y", y, torch.where(stays[:, None], host, 0.0), 0.0
 
 
-def _scales(on: _On, M: int, columns: int, scale: Scale) -> torch.Tensor:
-    """Memory for the scales of codes of M rows."""
-    shape = (columns // scale.columns, scale_columns(M)) if scale.columns else (M,)
-    return on.words(torch.zeros(*shape, dtype=torch.float32, device="cpu"))
+def _codes(on: _RowKernel, columns: int, scale: Scale) -> dict[str, torch.Tensor]:
+    """Memory for codes of each slot, all of them 7 beforehand, and for their scales."""
+    shape = (columns // scale.columns, scale_columns(_SLOTS)) if scale.columns else (_SLOTS,)
+    return {
+        "codes": on.words(_full(_SLOTS, columns, dtype=torch.uint8, value=7)),
+        "scale": on.words(torch.zeros(*shape, dtype=torch.float32, device="cpu")),
+    }
 
 
-def _quantize(on: _On, of_x: Scale) -> str | None:
+def _codes_are(on: _RowKernel, what: str, results: dict[str, torch.Tensor], rows: torch.Tensor, of_x: Scale) -> _Checks:
+    """Checks that results are codes and scales of ``rows``, and nothing behind them."""
+    codes, scale = on.host(results["codes"], results["scale"])
+    these, M = slice(0, len(rows)), len(rows)
+    got = values_of_rows(codes[:M].view(torch.float8_e4m3fn), scale, these)
+    yield f"{what}codes", got, values_of_rows(*codes_of_rows(rows, of_x), these), _QUANTISED
+    yield f"{what}codes of rows of no expert: ", codes[M:], _full(_SLOTS - M, codes.shape[1], value=7), 0.0
+    yield f"{what}scales of rows of no expert: ", scale[..., M:], torch.zeros_like(scale[..., M:]), 0.0
+
+
+def _quantize(on: _RowKernel, of_x: Scale) -> _Checks:
     """Codes and scales of rows that an index picks."""
-    draw, C, M = Draw(), 256 if of_x.columns else 320, _T * _TOP_K
-    x, order, used = on.rows(draw.normal(_T, C)), draw.order(M), on.used(M)
-    codes = on.words(torch.zeros(M, C, dtype=torch.uint8, device="cpu"))
-    scale = _scales(on, M, C, of_x)
-    flags = rowops.USED | rowops.PICKED
-    index = on.words(order)
-    on.run(
-        _few(M),
-        x=x,
-        index=index,
-        used=used,
-        codes=codes,
-        scale=scale,
-        M=M,
-        columns=C,
-        top_k=_TOP_K,
-        index_step=1,
-        flags=flags,
-    )
-    on.place.wait()
-    picked, all_rows = x.cpu()[order.long() // _TOP_K], slice(0, M)
-    got = values_of_rows(codes.cpu().view(torch.float8_e4m3fn), scale.cpu(), all_rows)
-    return on.judged(got, values_of_rows(*codes_of_rows(picked, of_x), all_rows), "codes", _QUANTISED)
+    C = 256 if of_x.columns else 320
+    x, results = on.rows(on.draw.normal(_T, C)), _codes(on, C, of_x)
+    used = on.words(torch.tensor([_SLOTS], dtype=torch.int32, device="cpu"))
+    on.run(_FEW, x=x, used=used, columns=C, flags=rowops.USED | rowops.PICKED, **results)
+    yield from _codes_are(on, "", results, x.cpu()[on.tokens], of_x)
 
 
-def _order_codes(on: _On) -> str | None:
+def _activation_codes(on: _RowKernel, of_x: Scale) -> _Checks:
+    """Codes and scales of act(gate) * up."""
+    I = 384 if of_x.columns else 448  # noqa: E741
+    for act, gated, interleaved in _ACTS:
+        h, results = on.rows(on.draw.normal(_SLOTS, I * (1 + gated)) * 3), _codes(on, I, of_x)
+        on.run(_FEW, h=h, columns=I, flags=_flags(act, gated, interleaved), **results, **act.words)
+        want = _act(h.cpu().float(), act, gated, interleaved).to(on.dtype)[:_HAVE]
+        yield from _codes_are(on, f"{act} ", results, want, of_x)
+
+
+def _order_codes(on: _RowKernel) -> _Checks:
     """Codes and scales that an index picks, as they arrive, byte for byte."""
-    draw, C, M, groups = Draw(), 320, _T * _TOP_K, 5
-    host, order, used = draw.integers(0, 256, _T * C).to(torch.uint8).view(_T, C), draw.order(M), on.used()
-    x, index, scales = on.words(host), on.words(order), draw.normal(_T, groups)
-    picked = order[:_USED].long() // _TOP_K
-    any_rows = rowops.ANY_ROWS
-    want = host[picked].view(_USED, -1, 64)[..., torch.tensor(K_ORDER, device="cpu")].view(_USED, C)
-    for room, strides in (
-        (any_rows, (0, groups, 1)),
-        (any_rows, (0, 1, _T)),
-        (_T // 4, (_T // 4 * groups, 1, _T // 4)),
+    C, groups, picked = 320, 5, on.tokens[:_HAVE]
+    host, scales = on.draw.integers(0, 256, _T, C).to(torch.uint8), on.draw.normal(_T, groups)
+    x = on.words(host)
+    want = host[picked].view(_HAVE, -1, 64)[..., torch.tensor(K_ORDER, device="cpu")].view(_HAVE, C)
+    factors = _full(groups, scale_columns(_SLOTS))
+    factors[:, :_HAVE] = scales[picked].T
+    a_quarter = _T // 4
+    for room, apart, by_row, by_group in (
+        (rowops.ANY_ROWS, 0, groups, 1),
+        (rowops.ANY_ROWS, 0, 1, _T),
+        (a_quarter, a_quarter * groups, 1, a_quarter),
     ):
-        apart, by_row, by_group = strides
         rows = torch.arange(_T, device="cpu")[:, None]
         at = rows // room * apart + rows % room * by_row + torch.arange(groups, device="cpu") * by_group
-        placed = on.words(torch.empty_like(scales).view(-1).scatter_(0, at.view(-1), scales.view(-1)))
-        codes = on.words(torch.full((M, C), 7, dtype=torch.uint8, device="cpu"))
-        scale = on.words(full(groups, scale_columns(M)))
-        on.run(
-            _few(M),
-            x_codes=x,
-            x_scale=placed,
-            index=index,
-            used=used,
-            codes=codes,
-            scale=scale,
-            M=M,
-            columns=C,
-            groups=groups,
-            stride_scale_m=by_row,
-            stride_scale_k=by_group,
-            stride_scale_e=apart,
-            room=room,
-            top_k=_TOP_K,
-            index_step=1,
-            flags=rowops.USED | rowops.PICKED,
-        )
-        on.place.wait()
-        stored, factors = codes.cpu(), scale.cpu()
-        if not torch.equal(stored[:_USED], want) or bool((stored[_USED:] != 7).any()):
-            return "codes are wrong"
-        if not torch.equal(factors[:, :_USED].T, scales[picked]) or bool((factors[:, _USED:] != UNTOUCHED).any()):
-            return "scales are wrong"
-    return None
+        x_scale = on.words(torch.empty_like(scales).view(-1).scatter_(0, at.view(-1), scales.view(-1)))
+        codes = on.words(_full(_SLOTS, C, dtype=torch.uint8, value=7))
+        scale = on.words(_full(*factors.shape))
+        strides = {"stride_scale_m": by_row, "stride_scale_k": by_group, "stride_scale_e": apart, "room": room}
+        words: dict[str, Any] = {"x_codes": x, "x_scale": x_scale, "codes": codes, "scale": scale, **strides}
+        on.run(_FEW, columns=C, groups=groups, flags=rowops.USED | rowops.PICKED, **words)
+        yield "codes", codes, torch.cat([want, _full(_SLOTS - _HAVE, C, dtype=torch.uint8, value=7)]), 0.0
+        yield "scales", scale, factors, 0.0
 
 
-def _activation_codes(on: _On, of_x: Scale) -> str | None:
-    """Codes and scales of act(gate) * up."""
-    draw, I, M = Draw(), 384 if of_x.columns else 448, _T * _TOP_K  # noqa: E741
-    used = on.used()
-    untouched = torch.full((1, I), 7, dtype=torch.uint8, device="cpu")
-    for act, gated, interleaved in _ACTS:
-        h = on.rows(draw.normal(M, I * (1 + gated)) * 3)
-        codes = on.words(untouched.expand(M, I))
-        scale = _scales(on, M, I, of_x)
-        flags = _flags(act, gated, interleaved)
-        on.run(_few(M), h=h, used=used, codes=codes, scale=scale, M=M, columns=I, flags=flags, **act.words)
-        want = _act(h.cpu().float(), act, gated, interleaved).to(on.dtype)[:_USED]
-        on.place.wait()
-        stored, factors, used_rows = codes.cpu(), scale.cpu(), slice(0, _USED)
-        got = values_of_rows(stored[:_USED].view(torch.float8_e4m3fn), factors, used_rows)
-        wrong = on.judged(got, values_of_rows(*codes_of_rows(want, of_x), used_rows), f"{act} codes", _QUANTISED)
-        if wrong:
-            return wrong
-        if not torch.equal(stored[_USED:], untouched.expand(M - _USED, I)) or bool(factors[..., _USED:].any()):
-            return f"{act}: rows of no expert were stored"
-    return None
+# The row kernels of weights: their results are torch's bits.
+
+_W = E, N, K = 2, 128, 192  # of blocks of 64, and of no whole tile
+_AFTER = _full(64, dtype=torch.uint8, value=0x5A)  # behind a result
+_FLOATS = {torch.bfloat16: 0, torch.float16: rowops.FP16_WEIGHTS, torch.float32: rowops.FP32_WEIGHTS}
+_LAYOUTS = {"": 0, "prepared ": rowops.PREPARED}
 
 
-_WEIGHTS = 2, 128, 192  # E, N and K: of blocks of 64, and of no whole tile
-
-
-def _weights(on: _On, dtype: torch.dtype) -> torch.Tensor:
+def _w(dtype: torch.dtype) -> torch.Tensor:
     """w [E, N, K] on the host: small numbers, and half of an expert numbers that are between two codes."""
-    E, N, K = _WEIGHTS
-    draw = Draw()
-    w = draw.normal(E, N, K) * 0.05
-    w[0, : N // 2] = draw.integers(-96, 97, N // 2 * K).view(N // 2, K) / 16
+    draw = _Draw()
+    w = draw.normal(*_W) * 0.05
+    w[0, : N // 2] = draw.integers(-96, 97, N // 2, K) / 16
     w[1, :, :64] = 0
     return w.to(dtype)
 
 
-def _tensors(on: _On, w: torch.Tensor, *, prepared: bool) -> Quantised:
-    """w in the variant's format, on the host, as torch quantises it."""
-    format = on.variant.dtype.value
-    tensors = empty(format, *_WEIGHTS, w.device)
-    if prepared:
-        each = [[*quantise(format, of_expert)] for of_expert in w]
-        order = ORDERS[format]
-        moves = order.prepared, order.prepared_scale, order.prepared_zero, None
-        parts = [
-            [part if part is None or move is None else move(part) for part, move in zip(row, moves, strict=True)]
-            for row in each
-        ]
-        stacked = [None if column[0] is None else _stack(column) for column in zip(*parts, strict=True)]
-        return Quantised(*stacked)  # type: ignore[arg-type]
-    quantise_into(format, tensors, w, prepared=False, by_torch=True)
-    return tensors
+def _quantised(format: str, w: torch.Tensor, *, prepared: bool) -> Quantised:
+    """w in a format, as torch quantises it."""
+    order = ORDERS[format]
+    moves = (order.prepared, order.prepared_scale, order.prepared_zero, None) if prepared else (None,) * 4
 
+    def moved(of_expert: torch.Tensor) -> list[torch.Tensor | None]:
+        parts = zip(quantise(format, of_expert), moves, strict=True)
+        return [part if part is None or move is None else move(part) for part, move in parts]
 
-def _stack(column: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    parts = [part for part in column if part is not None]
-    return cat([part[None] for part in parts], 0)
+    def stacked(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        tensors = [part[None] for part in parts if part is not None]
+        return cat(tensors, 0) if tensors else None
+
+    return Quantised(*map(stacked, zip(*map(moved, w), strict=True)))  # type: ignore[arg-type]
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, uint8."""
+    """Its bytes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _weight_flags(dtype: torch.dtype, *, prepared: bool) -> int:
-    kind = {torch.float16: rowops.FP16_WEIGHTS, torch.float32: rowops.FP32_WEIGHTS}.get(dtype, 0)
-    return kind | (rowops.PREPARED if prepared else 0)
+def _room(on: _RowKernel, like: torch.Tensor) -> torch.Tensor:
+    """Memory for a result, and bytes behind it."""
+    return on.words(torch.cat([torch.full_like(_raw(like), 0x5A), _AFTER]))
 
 
-def _same(on: _On, got: torch.Tensor, want: torch.Tensor, what: str) -> str | None:
-    """None if ``got`` begins with the bytes that are wanted, and ends with bytes that nothing was stored to."""
-    on.place.wait()
-    stored, bits = got.cpu(), _raw(want)
-    wrong = int((stored[: len(bits)] != bits).sum())
-    if wrong:
-        return f"{what}: {wrong} of {len(bits)} bytes are wrong"
-    return None if bool((stored[len(bits) :] == _AFTER).all()) else f"past {what} something is stored"
+def _bits(what: str, got: torch.Tensor, want: torch.Tensor) -> _Check:
+    return f"{what}: byte ", got, torch.cat([_raw(want), _AFTER]), 0.0
 
 
-_AFTER = 0x5A  # of 64 bytes behind a result
+def _beside(on: _RowKernel, weights: Quantised, put: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """The tensors of weights by the kernels' names, each put on the GPU; nvfp4's outer scales are given."""
+    tensors = zip(("words", "scales", "zeros"), weights[:3], strict=True)
+    outer = 0 if weights.global_scale is None else on.words(weights.global_scale)
+    return {"outer": outer} | {name: 0 if tensor is None else put(tensor) for name, tensor in tensors}
 
 
-def _room(on: _On, like: torch.Tensor) -> torch.Tensor:
-    return on.words(torch.full((_raw(like).numel() + 64,), _AFTER, dtype=torch.uint8, device="cpu"))
+def _tiles(on: _RowKernel) -> int:
+    return rowops.tiles(rowops.RowOpSpec(on.op, on.kind), *_W)
 
 
-def _beside(on: _On, of: Quantised, *, results: bool) -> dict[str, torch.Tensor | int]:
-    """The tensors of weights on the GPU by the kernels' names, or room for them; nvfp4's outer scales are given."""
-    names = ("words", "scales", "zeros")
-    tensors: dict[str, torch.Tensor | int] = {"zeros": 0, "outer": 0}
-    for name, tensor in zip(names, of, strict=False):
-        if tensor is not None:
-            tensors[name] = _room(on, tensor) if results else on.words(_raw(tensor))
-    if of.global_scale is not None:
-        tensors["outer"] = on.words(of.global_scale)
-    return tensors
-
-
-def _quantize_weights(on: _On) -> str | None:
-    """Codes and scales of w in both layouts, of each dtype: torch's bits."""
-    E, N, K = _WEIGHTS
-    programs = rowops.tiles(rowops.RowOpSpec(RowOp.QUANTIZE_WEIGHTS, on.variant.dtype), E, N, K)
-    for dtype, prepared in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
-        w = _weights(on, dtype)
-        want = _tensors(on, w, prepared=prepared)
-        into = _beside(on, want, results=True)
+def _quantize_weights(on: _RowKernel) -> _Checks:
+    """Codes and scales of w in both layouts, of each dtype."""
+    for (dtype, flag), (layout, prepared) in itertools.product(_FLOATS.items(), _LAYOUTS.items()):
+        w = _w(dtype)
+        want = _quantised(on.kind.value, w, prepared=bool(prepared))
+        into = _beside(on, want, partial(_room, on))
         numbers = {"M": N, "columns": K, "step_expert": N * K, "step_row": K}
-        on.run(programs, w=on.words(w), flags=_weight_flags(dtype, prepared=prepared), **into, **numbers)
-        for name, tensor in zip(("words", "scales", "zeros"), want, strict=False):
-            got = into[name]
-            if tensor is not None and isinstance(got, torch.Tensor):
-                wrong = _same(on, got, tensor, f"{name}{' prepared' if prepared else ''} of {dtype}")
-                if wrong:
-                    return wrong
-    return None
+        on.run(_tiles(on), w=on.words(w), flags=flag | prepared, **into, **numbers)
+        for name, tensor in zip(("words", "scales", "zeros"), want[:3], strict=True):
+            if tensor is not None:
+                yield _bits(f"{layout}{name} of {dtype}", into[name], tensor)
 
 
-def _dequantize_weights(on: _On) -> str | None:
-    """w of codes and scales in both layouts, in each dtype: torch's bits."""
-    E, N, K = _WEIGHTS
-    programs = rowops.tiles(rowops.RowOpSpec(RowOp.DEQUANTIZE_WEIGHTS, on.variant.dtype), E, N, K)
-    plain = _tensors(on, _weights(on, torch.float32), prepared=False)
-    for dtype, prepared in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
-        tensors = _beside(on, _tensors(on, _weights(on, torch.float32), prepared=prepared), results=False)
-        want = torch.stack([values(on.variant.dtype.value, _of(plain, e)) for e in range(E)]).to(dtype)
-        w = _room(on, want)
-        on.run(programs, w=w, M=N, columns=K, flags=_weight_flags(dtype, prepared=prepared), **tensors)
-        wrong = _same(on, w, want, f"w in {dtype}{' of prepared codes' if prepared else ''}")
-        if wrong:
-            return wrong
-    return None
+def _dequantize_weights(on: _RowKernel) -> _Checks:
+    """w of codes and scales in both layouts, in each dtype."""
+    format, w = on.kind.value, _w(torch.float32)
+    experts = torch.stack([values(format, quantise(format, of_expert)) for of_expert in w])
+    for (dtype, flag), (layout, prepared) in itertools.product(_FLOATS.items(), _LAYOUTS.items()):
+        weights = _quantised(format, w, prepared=bool(prepared))
+        want = experts.to(dtype)
+        tensors = _beside(on, weights, lambda tensor: on.words(_raw(tensor)))
+        on.run(_tiles(on), w=(result := _room(on, want)), M=N, columns=K, flags=flag | prepared, **tensors)
+        yield _bits(f"w in {dtype} of {layout}codes", result, want)
 
 
-def _of(weights: Quantised, expert: int) -> Quantised:
-    return Quantised(*(None if tensor is None else tensor[expert] for tensor in weights))  # type: ignore[arg-type]
-
-
-def _move_codes(on: _On) -> str | None:
+def _move_codes(on: _RowKernel) -> _Checks:
     """Bytes in the one layout and in the other, there and back."""
-    E, N, K = _WEIGHTS
-    format = on.variant.dtype.value
-    stored = empty(format, E, N, K, torch.device("cpu")).codes
-    _raw(stored).copy_(Draw().integers(0, 256, _raw(stored).numel()))
-    words = torch.stack([ORDERS[format].prepared(codes) for codes in stored])
-    programs = rowops.tiles(rowops.RowOpSpec(RowOp.MOVE_CODES, on.variant.dtype), E, N, K)
-    for source, want, flags in ((stored, words, 0), (words, stored, rowops.BACK)):
-        here, there = on.words(_raw(source)), _room(on, want)
-        names = {"stored": there, "words": here} if flags else {"stored": here, "words": there}
-        on.run(programs, M=N, columns=K, flags=flags, **names)
-        wrong = _same(on, there, want, "stored" if flags else "words")
-        if wrong:
-            return wrong
-    return None
+    stored = empty(on.kind.value, *_W, torch.device("cpu")).codes
+    _raw(stored).copy_(on.draw.integers(0, 256, _raw(stored).numel()))
+    words = torch.stack([ORDERS[on.kind.value].prepared(codes) for codes in stored])
+    for name, want, source, flags in (("words", words, stored, 0), ("stored", stored, words, rowops.BACK)):
+        other = "words" if flags else "stored"
+        result = _room(on, want)
+        on.run(_tiles(on), M=N, columns=K, flags=flags, **{name: result, other: on.words(_raw(source))})
+        yield _bits(name, result, want)
 
 
-def _largest_weight(on: _On) -> str | None:
+def _largest_weight(on: _RowKernel) -> _Checks:
     """The bits of the largest number of some rows; NaN is larger than all."""
-    E, N, K = _WEIGHTS
-    spec = rowops.RowOpSpec(RowOp.LARGEST_WEIGHT, on.variant.dtype)
-    programs, rows = rowops.tiles(spec, E, N, K), rowops.tile_of(spec.op, spec.dtype).rows
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        w = _weights(on, dtype)
+    rows = rowops.tile_of(on.op, on.kind).rows
+    for dtype, flag in _FLOATS.items():
+        w = _w(dtype)
         w[1, 77, 5], w[1, 9, K - 1] = float("-inf"), float("nan")
         want = (w.float().view(torch.int32) & 0x7FFFFFFF).view(E * N // rows, -1).amax(1).clamp_(max=0x7F800001)
-        most = _room(on, want)
         numbers = {"M": N, "columns": K, "step_expert": N * K, "step_row": K}
-        on.run(programs, w=on.words(w), most=most, flags=_weight_flags(dtype, prepared=False), **numbers)
-        wrong = _same(on, most, want, f"most of {dtype}")
-        if wrong:
-            return wrong
-    return None
+        on.run(_tiles(on), w=on.words(w), most=(most := _room(on, want)), flags=flag, **numbers)
+        yield _bits(f"most of {dtype}", most, want)
 
 
-_TRIALS: dict[RowOp, Callable[[_On], str | None]] = {
+_ROW_KERNELS: dict[RowOp, Callable[[_RowKernel], _Checks]] = {
     RowOp.GATHER: _gather,
     RowOp.ACTIVATION: _activation,
     RowOp.ACTIVATION_GRAD: _activation_grad,
@@ -703,9 +712,9 @@ _TRIALS: dict[RowOp, Callable[[_On], str | None]] = {
     RowOp.CLEAR: _clear,
     RowOp.QUANTIZE: partial(_quantize, of_x=_BLOCKS),
     RowOp.ACTIVATION_CODES: partial(_activation_codes, of_x=_BLOCKS),
-    RowOp.QUANTIZE_ROWS: partial(_quantize, of_x=_ROWS),
+    RowOp.QUANTIZE_ROWS: partial(_quantize, of_x=_BY_ROW),
     RowOp.ORDER_CODES: _order_codes,
-    RowOp.ACTIVATION_ROW_CODES: partial(_activation_codes, of_x=_ROWS),
+    RowOp.ACTIVATION_ROW_CODES: partial(_activation_codes, of_x=_BY_ROW),
     RowOp.QUANTIZE_WEIGHTS: _quantize_weights,
     RowOp.DEQUANTIZE_WEIGHTS: _dequantize_weights,
     RowOp.MOVE_CODES: _move_codes,

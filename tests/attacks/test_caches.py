@@ -12,8 +12,8 @@ import pytest
 
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.compile.triton import Compiled
-from pretuned.aot.demand import overlay
-from pretuned.aot.demand.cache import CacheKey, decode, encode
+from pretuned.aot.demand import tuner
+from pretuned.aot.demand.tuner import CacheKey, decode, encode
 from pretuned.aot.process.output import check_out, check_page, is_bundle
 from pretuned.artifacts import codec, packed
 from pretuned.artifacts.errors import InputError
@@ -198,7 +198,7 @@ def test_an_overlay_whose_numbers_have_run_out_is_begun_anew() -> None:
     bundle = golden_bundles.medium(seed=0)
     used = tuple(one._replace(name=f"on-demand/99999999 {one.name.replace('/', ' ')}") for one in bundle.models)
     notes: list[str] = []
-    joined = overlay.joined(bundle, bundle._replace(models=used), notes.append)
+    joined = tuner.joined(bundle, bundle._replace(models=used), notes.append)
     codec.encode(joined)
     assert all(one.name.startswith("on-demand/00000001 ") for one in joined.models)
     assert "99999999" in notes[0]
@@ -208,7 +208,7 @@ def test_the_longest_name_of_a_model_still_fits_an_overlay() -> None:
     bundle = golden_bundles.medium(seed=0)
     tuned = bundle._replace(models=tuple(one._replace(name="m" * 200) for one in bundle.models[:1]))
     codec.encode(tuned)
-    codec.encode(overlay.joined(tuned, None))
+    codec.encode(tuner.joined(tuned, None))
 
 
 def test_a_pressed_bundle_takes_the_place_of_one_alone(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import golden_bundles
 import pytest
 
-from pretuned.aot.bundle.diff import diff, time_ratio
 from pretuned.aot.bundle.merge import merge
+from pretuned.aot.cli.diff import diff, time_ratio
 from pretuned.aot.cli.inspect import contents
-from pretuned.aot.demand import overlay
+from pretuned.aot.demand import tuner
 from pretuned.aot.report.page import page
 from pretuned.aot.report.sheets import read, sheet
 from pretuned.artifacts import codec
@@ -86,7 +86,7 @@ def compared(bundle: Bundle, other: Bundle) -> None:
 
 
 def tuned_on_top(bundle: Bundle, other: Bundle) -> None:
-    codec.encode(overlay.joined(bundle, other._replace(target=bundle.target)))
+    codec.encode(tuner.joined(bundle, other._replace(target=bundle.target)))
 
 
 def shown(bundle: Bundle, _: Bundle) -> None:

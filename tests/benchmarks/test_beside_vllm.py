@@ -92,10 +92,10 @@ def test_every_row_stands_in_a_block_of_its_expert(tools, sizes, block):
 
 @given(sizes=st.lists(st.integers(0, 150), min_size=1, max_size=8))
 def test_padded_rows_begin_at_whole_steps(sizes):
-    from pretuned.aot.compare import libraries
+    from pretuned.aot.compare import run
 
     rows = torch.arange(1, sum(sizes) + 1).float()[:, None].expand(-1, 3)
-    padded, start, begun = libraries.padded(rows, torch.tensor(sizes, dtype=torch.int32)), 0, 0
+    padded, start, begun = run.padded(rows, torch.tensor(sizes, dtype=torch.int32)), 0, 0
     for n in sizes:
         assert padded[start : start + n, 0].tolist() == list(range(begun + 1, begun + n + 1))
         whole = -(-n // 64) * 64

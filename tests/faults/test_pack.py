@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 PACK = """
 import sys
 from pathlib import Path
-from pretuned.aot.pack.image import write_image
+from pretuned.aot.pack.package import write_image
 from pretuned.aot.pack.package import Item, Package, write_directory
 from pretuned.artifacts.errors import PretunedError
 from pretuned.artifacts.bundle_file import open_bundle

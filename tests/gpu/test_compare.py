@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pretuned.aot.cli.main import run
-from pretuned.aot.compare.libraries import LOOP, TORCH
 from pretuned.aot.compare.result import OURS
+from pretuned.aot.compare.run import LOOP, TORCH
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

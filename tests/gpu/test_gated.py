@@ -19,7 +19,7 @@ from pretuned.runtime.check.call import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.ranking import why_not
 from pretuned.runtime.driver.device import local_gpu
-from pretuned.runtime.inspect.ways import fused_silu
+from pretuned.runtime.inspect.explain import fused_silu
 from pretuned.runtime.launch import ready
 from pretuned.runtime.launch.gemm import LoadedKernel
 from pretuned.runtime.launch.loader import loaded

@@ -81,9 +81,9 @@ def test_a_cell_is_measured_and_kept(candidates: Path, tmp_path: Path) -> None:
 def test_a_variant_with_wrong_numbers_is_out(candidates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference of another weight: no variant agrees with it."""
     from pretuned.aot.measure import bench
-    from pretuned.aot.measure.calls import Tensors
+    from pretuned.aot.measure.bench import NumericsCheck
+    from pretuned.aot.measure.inputs import Tensors
     from pretuned.aot.measure.job import MeasureJob, Setup
-    from pretuned.aot.measure.numerics import NumericsCheck
 
     with open_bundle(candidates) as bundle:
         variants = bundle.variants()

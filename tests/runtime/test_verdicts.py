@@ -96,38 +96,6 @@ def test_wrong_once_is_wrong_for_good(overlay: Path) -> None:
     assert process.known(ONE, ON_A100) == WRONG
 
 
-@pytest.mark.parametrize(
-    ("why", "stays"),
-    [
-        ("y[0, 2] is 1.5, wanted 1 (3 of 96 elements are wrong)", True),
-        ("where the rows go is noted wrongly", True),
-        ("of 100 slots order, places are wrong", True),
-        ("silu: rows of no expert were stored", True),
-        ("it did not end within 60 s", True),
-        ("what was launched did not end within 30 s", True),
-        ("rows_tma forward bf16 w=nk block_m=64 stages=3: CUDA error: an illegal memory access was encountered", True),
-        ("bundle '/b/a.msgpack': another file took its place while it was being proven", False),
-        ("can't read '/b/a.msgpack': No such file or directory", False),
-        ("the process that ran it ended by SIGKILL", False),
-        ("the process that ran it ended with exit code 1: it said nothing", False),
-        ("cuLaunchKernelEx(rows): CUDA error 701, too many resources requested for launch", False),
-    ],
-)
-def test_of_what_an_older_version_took_for_wrong_only_results_stay(why: str, stays: bool, overlay: Path) -> None:
-    note(ONE, ON_A100, verdict(False, why))
-    note(OTHER, ON_A100, RIGHT)
-    path = path_of(ON_A100)
-    assert path is not None
-    (_, *gpu), rows = json.loads(read_checked(path) or b"")
-    write_checked(path, json.dumps([[1, *gpu], rows]).encode())
-    process = anew()
-    assert (process.known(ONE, ON_A100) is not None) == stays
-    assert process.known(OTHER, ON_A100) == RIGHT
-    process.note(OTHER, ON_A100, RIGHT)  # what it writes is of the new form
-    process = anew()
-    assert (process.known(ONE, ON_A100) is not None) == stays
-
-
 def test_what_a_process_could_not_test_is_no_other_processs_business(overlay: Path) -> None:
     verdicts.leave_out(ONE, ON_A100)
     assert is_wrong(ONE, ON_A100)

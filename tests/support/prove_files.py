@@ -3,7 +3,7 @@
     python tests/support/prove_files.py artifacts/bundles/*sm90.msgpack*
     compute-sanitizer --error-exitcode 9 python tests/support/prove_files.py artifacts/bundles/*sm90.msgpack*
 
-Each piece of code runs once, by the trial of ``runtime/launch/proof.py``. What is wrong is told, with exit code 1.
+Each piece of code runs once, by the problems of ``runtime/launch/trials.py``. What is wrong is told, with exit code 1.
 ``--part 2/8`` takes every eighth, from the second on: the first of each kernel come first, so that a part that is
 stopped has seen most of them. ``--names`` prints a line before each, by which ``tests/gpu/races.py`` knows whose code
 the tool tells of, with the seconds since the first. ``--after FILE`` leaves out the cubins whose SHA-256's

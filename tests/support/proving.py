@@ -10,6 +10,7 @@ from emulated_driver import EmulatedGpu, Launch
 from rowops_in_numpy import at
 
 from pretuned.artifacts.records import Op, RowOp
+from pretuned.kernels.rowops import MAKES_CODES
 
 _RESULTS = {
     RowOp.ACTIVATION: "a",
@@ -18,6 +19,7 @@ _RESULTS = {
     RowOp.CLEAR: "y",
     RowOp.ACTIVATION_GRAD: "dweights",
 }
+_RESULTS |= dict.fromkeys(MAKES_CODES, "codes")
 _RESULTS |= {RowOp.QUANTIZE_WEIGHTS: "words", RowOp.MOVE_CODES: "words"}
 _RESULTS |= {RowOp.DEQUANTIZE_WEIGHTS: "w", RowOp.LARGEST_WEIGHT: "most"}
 Spoil = Callable[[int, dict[str, Any]], None]

@@ -18,9 +18,9 @@ from pretuned.aot.journal.timings import Cell
 from pretuned.aot.measure.job import MeasureJob, MeasureResult, Setup, WorkerInfo
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.process.scratch import scratch_folder
+from pretuned.aot.tune.scheduler import Remeasure, cells_to_remeasure
 from pretuned.aot.tune.shortlist import ConfigPairs
 from pretuned.aot.tune.space import TuningSpace
-from pretuned.aot.tune.state import Remeasure, cells_to_remeasure
 from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.records import Problem
 

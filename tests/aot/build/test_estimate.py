@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pretuned.aot.build.estimate import estimate
+from pretuned.aot.cli.plan import estimate
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.compile.shipped import Shipped
 from pretuned.aot.models.load import load_models

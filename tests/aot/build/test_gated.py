@@ -13,13 +13,13 @@ import faketimer
 import pytest
 
 from pretuned.aot.build.build import build, build_measured, compile_candidates
-from pretuned.aot.build.estimate import estimate
 from pretuned.aot.build.options import BuildOptions
 from pretuned.aot.bundle.diff import diff
 from pretuned.aot.bundle.merge import merge
 from pretuned.aot.bundle.verify import sound
 from pretuned.aot.choose.bundle import measured_bundle
 from pretuned.aot.choose.candidates import read_candidates
+from pretuned.aot.cli.plan import estimate
 from pretuned.aot.cli.prune import prune_bundle as prune
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.compile.triton import compile_variant

@@ -41,7 +41,7 @@ from pretuned.runtime.dispatch.decide import Decision, settle
 from pretuned.runtime.dispatch.places import Kind, Place, installed_places
 from pretuned.runtime.dispatch.ranking import Candidate, Match, Origin
 from pretuned.runtime.dispatch.snapshot import Snapshot
-from pretuned.runtime.inspect import ways
+from pretuned.runtime.inspect import explain
 
 ROOT = Path(__file__).parents[3]
 MODELS = ROOT / "models.txt"
@@ -258,9 +258,9 @@ def modelled_us(one: Candidate, problem: Problem, bucket: int, gpu: Gpu) -> floa
 def as_run(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu) -> tuple[bytes | None, str]:
     """Whether rows are gathered beforehand, or silu is in the epilogue; by which code, and why."""
     if problem.fusion is Fusion.GATHER:
-        found = ways.rows_first(snapshot, problem, bucket, local, top_k=8, fusion=problem.fusion, aligned=True)
+        found = explain.rows_first(snapshot, problem, bucket, local, top_k=8, fusion=problem.fusion, aligned=True)
     else:
-        found = ways.fused_silu(snapshot, problem, bucket, local, top_k=1, aligned=True)
+        found = explain.fused_silu(snapshot, problem, bucket, local, top_k=1, aligned=True)
     return (None, "") if found is None else (found.chosen and found.chosen.variant.cubin_sha256, found.reason)
 
 

@@ -18,10 +18,9 @@ from pathlib import Path
 import pytest
 import signing
 
-from pretuned.aot.pack.image import tag
-from pretuned.aot.pack.package import contents
-from pretuned.artifacts import codec
+from pretuned.aot.pack.package import contents, tag
 from pretuned.artifacts.bundle_file import open_bundle
+from pretuned.artifacts.format import codec
 
 
 @pytest.fixture

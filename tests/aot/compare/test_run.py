@@ -11,21 +11,25 @@ import pytest
 import torch
 
 from pretuned.aot.cli.main import run
-from pretuned.aot.compare.libraries import (
+from pretuned.aot.compare.result import OURS, kind_of
+from pretuned.aot.compare.run import (
     LOOP,
     TORCH,
+    Inputs,
     Libraries,
     Library,
     NoCall,
     PeerProduct,
     PreparedCall,
+    _Compared,
     _deepgemm_call,
     _vllm_call,
+    capture_call,
+    cells_of,
     find_libraries,
+    matmul_loop,
+    replayed_error,
 )
-from pretuned.aot.compare.products import Inputs, matmul_loop
-from pretuned.aot.compare.result import OURS, kind_of
-from pretuned.aot.compare.run import _Compared, capture_call, cells_of, replayed_error
 from pretuned.aot.measure.clock import HostClock
 from pretuned.aot.measure.inputs import activations, routed_rows, weights
 from pretuned.aot.models.load import load_models

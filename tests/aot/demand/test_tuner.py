@@ -26,10 +26,9 @@ from fakemeasure import CONFIG, H100, H200, ON_H200
 from steps import steps
 
 import pretuned.aot
-from pretuned.aot.demand import api, cache, overlay, tuner
+from pretuned.aot.demand import api, tuner
 from pretuned.aot.demand.api import key_for
-from pretuned.aot.demand.cache import CacheKey
-from pretuned.aot.demand.tuner import OnDemand
+from pretuned.aot.demand.tuner import CacheKey, OnDemand
 from pretuned.artifacts import codec
 from pretuned.artifacts.errors import HostError, InputError, ProblemNotInBundle
 from pretuned.artifacts.publishing import publish
@@ -74,7 +73,7 @@ def ship(home: Path, seq_len: int = 64, **how: Any) -> None:
     reload()
 
 
-def chosen(configs: cache.Configs) -> set[Config | None]:
+def chosen(configs: tuner.Configs) -> set[Config | None]:
     return {half.config for pair in configs for half in (pair.first, pair.second)}
 
 
@@ -205,7 +204,7 @@ def test_force_measures_again(home: Path, tmp_path: Path) -> None:
 def test_force_measures_again_whatever_the_clock_says(home: Path, tmp_path: Path) -> None:
     """A file of a time to come, as from a machine whose clock is ahead, is not one that was written meanwhile."""
     fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
-    os.utime(overlay.path_of(home, 90, H200), (time.time() + 86400,) * 2)
+    os.utime(tuner.path_of(home, 90, H200), (time.time() + 86400,) * 2)
     again = fakemeasure.on_demand(tmp_path / "log", config=OTHER)
     assert chosen(again.configs(key(), 0, force=True)) == {OTHER}
 
@@ -418,9 +417,9 @@ def test_the_cache_is_kept_loaded_and_cleared(home: Path, tmp_path: Path) -> Non
     assert asked.load(key()) is None
     assert fakemeasure.on_demand(tmp_path / "log").load(key()) is None
     asked.configs(key(), 0, force=False)
-    assert overlay.path_of(home, 90, H200).exists()
+    assert tuner.path_of(home, 90, H200).exists()
     asked.clear()
-    assert not overlay.path_of(home, 90, H200).exists()
+    assert not tuner.path_of(home, 90, H200).exists()
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped", "other", "writable"])

@@ -7,7 +7,7 @@ import torch
 from emulated_driver import EmulatedGpu, emulated
 from host_gpu import PERSISTENT
 
-from pretuned.aot.measure import calls
+from pretuned.aot.measure import inputs
 from pretuned.artifacts.records import DType, Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
 from pretuned.kernels.spec import Spec
@@ -41,7 +41,7 @@ def test_moved_rows_and_their_weights(op: Op, fusion: Fusion, weighted: bool) ->
     problem = Problem(op, DType.FP32, E, N, K, fusion=fusion)
     with emulated(EmulatedGpu()) as gpu:
         kernel = gpu.load(Spec(op, DType.FP32, PERSISTENT, fusion=fusion))
-        call = calls.caller(kernel, calls.Tensors(problem, M, rows, w, y, index, top_k, weights), m_sizes)
+        call = inputs.caller(kernel, inputs.Tensors(problem, M, rows, w, y, index, top_k, weights), m_sizes)
         assert gpu.launches == []
         gpu.stream = 7
         call()

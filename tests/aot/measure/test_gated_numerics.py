@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretuned.aot.measure.calls import Tensors
-from pretuned.aot.measure.inputs import activations, routed_rows, weights
-from pretuned.aot.measure.numerics import GatedNumericsCheck
+from pretuned.aot.measure.bench import GatedNumericsCheck
+from pretuned.aot.measure.inputs import Tensors, activations, routed_rows, weights
 from pretuned.artifacts.records import PLAIN_LAYOUTS, DType, Fusion, Layout, Op, Problem
 from pretuned.kernels import reference
 

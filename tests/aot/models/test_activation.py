@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretuned.aot.models.activation import activation_in, parse_activation
+from pretuned.aot.models.layer import activation_in, parse_activation
 from pretuned.kernels.activations import Activation
 
 OAI = Activation("swiglu_oai")

@@ -16,8 +16,7 @@ import torch
 from stockexperts import families
 
 from pretuned.aot.models.catalogue import find
-from pretuned.aot.models.families import EXPERTS, PER_TOKEN, WIDTHS
-from pretuned.aot.models.hf_config import layers_of
+from pretuned.aot.models.hf_config import EXPERTS, PER_TOKEN, WIDTHS, layers_of
 from pretuned.aot.models.layer import ExpertLayer
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records import Layout

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretuned.aot.models import families
+from pretuned.aot.models import hf_config
 from pretuned.aot.models.hf_config import layers_of, read_model
 from pretuned.aot.models.layer import ExpertLayer
 from pretuned.artifacts.errors import InputError
@@ -643,7 +643,7 @@ def test_refused(config: Mapping[str, object], message: str) -> None:
 
 NAMES = st.sampled_from(
     (
-        *families.EXPERTS[:4],
+        *hf_config.EXPERTS[:4],
         "num_experts_per_tok",
         "hidden_size",
         "moe_intermediate_size",

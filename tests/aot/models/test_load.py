@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretuned.aot.models.catalogue import catalogue
-from pretuned.aot.models.load import LoadedModels, load_models
-from pretuned.aot.models.spec import words
+from pretuned.aot.models.load import LoadedModels, load_models, words
 from pretuned.aot.plan.plan import plan, planned_on
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records import PLAIN_DTYPES, PRECISIONS, DType, Layout, Op, dtypes_of

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pretuned.aot.models.hf_config import cached_config, from_url, republished
 from pretuned.aot.models.load import load_models
-from pretuned.aot.models.names import cached_config, from_url, republished
 from pretuned.artifacts.errors import InputError
 
 CONFIG = {

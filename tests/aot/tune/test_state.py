@@ -19,8 +19,8 @@ from pretuned.aot.journal.records import WRONG, Failure, Timing
 from pretuned.aot.journal.timings import Cell, Timings
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.tune.outcome import CellsDone
+from pretuned.aot.tune.scheduler import Remeasure, cells_to_remeasure
 from pretuned.aot.tune.space import TuningSpace
-from pretuned.aot.tune.state import Remeasure, cells_to_remeasure
 from pretuned.aot.tune.tuner import TuneObservers, tune_problems
 from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import CompileError
@@ -32,14 +32,14 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def doubted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that was not timed may be the fastest: what is looked at is what lost."""
-    monkeypatch.setattr("pretuned.aot.tune.state.LIKELY", 0.0)
+    monkeypatch.setattr("pretuned.aot.tune.scheduler.LIKELY", 0.0)
 
 
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """No choice has lost: what is looked at is what was not timed."""
-    monkeypatch.setattr("pretuned.aot.tune.state.MAX_LOSS", 100.0)
-    monkeypatch.setattr("pretuned.aot.tune.state.LIKELY", MORE)  # the models are tiny, and their estimates far apart
+    monkeypatch.setattr("pretuned.aot.tune.scheduler.MAX_LOSS", 100.0)
+    monkeypatch.setattr("pretuned.aot.tune.scheduler.LIKELY", MORE)  # estimates of tiny models are far apart
 
 
 MORE = 1.5
@@ -247,7 +247,7 @@ def test_one_run_measures_and_looks_and_the_next_does_nothing(
     candidates: Path, small_plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what would ship in earnest, which the looks change; at first every other cell has one contender alone."""
-    monkeypatch.setattr("pretuned.aot.tune.state.LIKELY", 2.0)
+    monkeypatch.setattr("pretuned.aot.tune.scheduler.LIKELY", 2.0)
     journal, found = tmp_path / "h200.journal", read_candidates(candidates, small_plan)
     ships = shipping(small_plan, found)
     with gpus(candidates, run=faketimer.one_alone_at_first) as here:

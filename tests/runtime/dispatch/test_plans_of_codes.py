@@ -15,7 +15,7 @@ from pretuned.kernels.chips import chip_named
 from pretuned.kernels.plans import quantise_us, with_plans
 from pretuned.runtime.dispatch.places import Kind, Place, installed_places
 from pretuned.runtime.dispatch.snapshot import Snapshot
-from pretuned.runtime.inspect.ways import Ruled, quantised_x
+from pretuned.runtime.inspect.explain import Ruled, quantised_x
 
 BUNDLES = Path(__file__).parents[3] / "artifacts/bundles"
 H100 = LocalGpu(90, Gpu("NVIDIA H100 80GB HBM3", 132, 81079, 13000))

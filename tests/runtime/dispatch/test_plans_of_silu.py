@@ -21,9 +21,8 @@ from pretuned.runtime.dispatch.hints import build_line
 from pretuned.runtime.dispatch.plans import plain_of
 from pretuned.runtime.dispatch.ranking import Match, Origin
 from pretuned.runtime.dispatch.snapshot import Snapshot
-from pretuned.runtime.inspect.explain import examine
+from pretuned.runtime.inspect.explain import Ruled, examine, fused_silu
 from pretuned.runtime.inspect.preload import cells_of
-from pretuned.runtime.inspect.ways import Ruled, fused_silu
 
 BOTH = Fusion.SILU | Fusion.GATHER
 M = 8192

@@ -21,8 +21,7 @@ from pretuned.runtime import reload, verdicts
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.inspect import doctor, prove
-from pretuned.runtime.inspect.doctor import report
-from pretuned.runtime.inspect.survey import survey
+from pretuned.runtime.inspect.doctor import report, survey
 from pretuned.runtime.settings import Settings
 
 ON_A100 = LocalGpu(80, A100)

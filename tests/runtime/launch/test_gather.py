@@ -41,7 +41,7 @@ from pretuned.kernels.spec import Config, Loads, Schedule
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX, moe_mlp, sort_routing
 from pretuned.runtime.dispatch import plans
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.inspect import preload, ways
+from pretuned.runtime.inspect import explain, preload
 from pretuned.runtime.inspect.explain import examine
 from pretuned.runtime.launch import gather
 
@@ -132,7 +132,7 @@ def beforehand(folder: Path, local: LocalGpu = ON_H200, rows: int = M, top_k: in
 
 def why(folder: Path, local: LocalGpu = ON_H200, fusion: Fusion = Fusion.GATHER) -> str:
     """Why rows are gathered first, or on load."""
-    found = ways.rows_first(snapshot(folder), ON_LOAD, M, local, top_k=8, fusion=fusion, aligned=True)
+    found = explain.rows_first(snapshot(folder), ON_LOAD, M, local, top_k=8, fusion=fusion, aligned=True)
     assert found is not None
     assert (None if found.chosen is None else found.chosen.index) == beforehand(folder, local, fusion=fusion)
     return found.reason
@@ -281,7 +281,7 @@ def test_silu_is_the_least_of_four(tmp_path: Path, us: tuple[float | None, ...],
     book(tmp_path, on_load, plain, silu=(silu[0], silu[1]))
     asked = PLAIN._replace(fusion=BOTH)
     least_us = least_activation_us(asked, M, chip_named(H200.name))
-    found = ways.fused_silu(snapshot(tmp_path), asked, M, ON_H200, aligned=True, top_k=8)
+    found = explain.fused_silu(snapshot(tmp_path), asked, M, ON_H200, aligned=True, top_k=8)
     options: dict[int | None, float] = {None: min(300.0, (us[1] or 0) + PASS_US) + least_us}
     options |= {4: us[2]} if us[2] is not None else {}
     options |= {5: us[3] + PASS_US} if us[3] is not None else {}

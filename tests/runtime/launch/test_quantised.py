@@ -17,7 +17,7 @@ from pretuned.kernels.registry import divisibility, unlaunchable
 from pretuned.kernels.spec import Config, Loads, Schedule, Spec
 from pretuned.runtime import ExpertWeights, grouped_gemm, grouped_gemm_dX, hooks, reload
 from pretuned.runtime.api import lora_library, torch_library
-from pretuned.runtime.launch import gemm, proof, quantised
+from pretuned.runtime.launch import gemm, quantised, trials
 from pretuned.runtime.launch.trials import TrialPlace
 
 E, N, K, T = 4, 256, 384, 40
@@ -252,17 +252,17 @@ def test_codes_of_w_are_proven_in_the_order_and_of_the_sizes_that_their_code_is_
 ) -> None:
     problem = Problem(op, dtype, E, N, K, layout)
     place = TrialPlace(torch.device("cpu"), 0, lambda: None)
-    on = proof._operands(record(problem, alignment), place)
+    on = trials._operands(record(problem, alignment), place)
+    columns, reduction = on.w_values.shape[1:]
     assert isinstance(on.w, ExpertWeights)
     assert bool(on.w.order) is (layout is Layout.NK)
     wanted = on.w.dequantize(torch.float32)
     assert torch.equal(on.w_values, wanted.transpose(1, 2) if op is Op.DX else wanted)
-    assert on.w_values.shape[1:] == (on.columns, on.reduction)
     multiples = divisibility(Spec(op, dtype, TILE, layout, Fusion.NONE, alignment))
-    assert on.columns % multiples.get("N", 1) == on.reduction % multiples.get("K", 1) == 0
+    assert columns % multiples.get("N", 1) == reduction % multiples.get("K", 1) == 0
     if alignment == 1:  # what no aligned code takes
-        assert on.columns % 8
-        assert on.reduction % 8
+        assert columns % 8
+        assert reduction % 8
         assert on.x.data_ptr() % 16
 
 
@@ -295,18 +295,19 @@ def test_codes_by_codes_where_that_is_faster(gpu: Gpu80, format: str) -> None:
 def test_codes_by_codes_are_proven_of_an_x_that_the_kernel_quantises(dtype: DType, alignment: int) -> None:
     """x is given as it is, and its values are those of its codes: off by what quantising loses."""
     place = TrialPlace(torch.device("cpu"), 0, lambda: None)
-    on = proof._operands(record(Problem(Op.FORWARD, dtype, E, N, K, Layout.STORED), alignment), place)
+    on = trials._operands(record(Problem(Op.FORWARD, dtype, E, N, K, Layout.STORED), alignment), place)
+    columns, reduction = on.w_values.shape[1:]
     assert isinstance(on.w, ExpertWeights)
     assert (on.w.order, on.w.format, on.scale, on.x.dtype) == (0, dtype.value, None, torch.bfloat16)
     multiples = divisibility(Spec(Op.FORWARD, dtype, TILE, Layout.STORED, Fusion.NONE, alignment))
-    assert on.columns % multiples.get("N", 1) == on.reduction % multiples.get("K", 1) == 0
+    assert columns % multiples.get("N", 1) == reduction % multiples.get("K", 1) == 0
     given, read = on.x.float(), on.x_values
     assert torch.equal(given.isnan().any(1), read.isnan().any(1))
     rows = ~given.isnan().any(1)
     assert 1e-2 < float((given - read)[rows].norm() / given[rows].norm()) < 4e-2
     # Midway between two codes either is right: a division has the one, a product with the inverse the other.
-    wide = 128 if dtype is DType.FP8_BLOCK else on.reduction
-    groups = torch.nn.functional.pad(given[rows], (0, -on.reduction % wide)).abs().unflatten(1, (-1, wide))
+    wide = 128 if dtype is DType.FP8_BLOCK else reduction
+    groups = torch.nn.functional.pad(given[rows], (0, -reduction % wide)).abs().unflatten(1, (-1, wide))
     codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     between = (codes[1:] + codes[:-1]) / 2
     scaled = (groups / groups.amax(2, keepdim=True) * 448).flatten()

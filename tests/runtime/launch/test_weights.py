@@ -8,16 +8,15 @@ from pathlib import Path
 import emulated_kernels
 import pytest
 import torch
-from emulated_driver import H200, EmulatedGpu, emulated
+from emulated_driver import H200, EmulatedGpu, Launch, emulated, forget
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records import DType, RowOp
+from pretuned.artifacts.records import DType, RowOp, Variant
 from pretuned.kernels import rowops
 from pretuned.kernels.registry import unlaunchable
-from pretuned.runtime import ExpertWeights, reload
+from pretuned.runtime import ExpertWeights, reload, verdicts
 from pretuned.runtime.launch import weights as launch_weights
 from pretuned.runtime.locks import lock
-from pretuned.runtime.weights import writing
 
 E, N, K = 3, 128, 192
 FORMATS = [one.value for one in DType if one.quantised]
@@ -27,12 +26,23 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 @pytest.fixture
 def gpu(clean_places: Path) -> Iterator[EmulatedGpu]:
     """With a bundle of all kernels of weights."""
-    every = [emulated_kernels.made(spec) for spec in rowops.weight_specs(tuple(DType))]
-    emulated_kernels.write(clean_places / "weights.msgpack", every)
+    emulated_kernels.write(clean_places / "weights.msgpack", of_weights())
     with emulated(EmulatedGpu(H200)) as found:
         reload()
         yield found
         found.visible = True
+
+
+def of_weights() -> list[tuple[Variant, bytes]]:
+    return [emulated_kernels.made(spec) for spec in rowops.weight_specs(tuple(DType))]
+
+
+def another_process(gpu: EmulatedGpu) -> None:
+    """One that has tested no kernel, nor finds what others tested: it has another driver."""
+    verdicts._memory.__init__()  # type: ignore[misc]
+    forget()
+    gpu.gpu = gpu.gpu._replace(driver=gpu.gpu.driver + 10)
+    reload()
 
 
 def numbers(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -57,19 +67,17 @@ def ops(gpu: EmulatedGpu) -> list[RowOp]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", FORMATS)
-def test_all_is_done_by_kernels(
-    format: str, dtype: torch.dtype, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_is_done_by_kernels(format: str, dtype: torch.dtype, gpu: EmulatedGpu) -> None:
     w, new = numbers(0, dtype), numbers(1, dtype)
-    with monkeypatch.context() as patch:
-        patch.setattr(writing, "kernels", None)
-        plain = ExpertWeights.quantize(w, format)
-        want = [bits(plain), bits(ExpertWeights.quantize(new, format))]
-        can = plain.can_be_prepared
-        values = plain.dequantize(dtype)
-        ready = plain.prepare()
-        want += [bits(ready), bits(ExpertWeights.quantize(new, format).prepare())]
+    gpu.visible = False  # torch quantises tensors of the host
+    plain = ExpertWeights.quantize(w, format)
+    want = [bits(plain), bits(ExpertWeights.quantize(new, format))]
+    can = plain.can_be_prepared
+    values = plain.dequantize(dtype)
+    ready = plain.prepare()
+    want += [bits(ready), bits(ExpertWeights.quantize(new, format).prepare())]
     assert not gpu.launches
+    gpu.visible = True
     outer = [RowOp.LARGEST_WEIGHT] if format == "nvfp4" else []
     made = ExpertWeights.quantize(w, format)
     assert ops(gpu) == [RowOp.LARGEST_WEIGHT, *outer, RowOp.QUANTIZE_WEIGHTS]
@@ -159,33 +167,36 @@ def test_kernels_are_launched_on_the_weights_device(gpu: EmulatedGpu, monkeypatc
     """Whichever GPU is torch's current one."""
     gpu.count = 2
     w, stored = ExpertWeights.quantize(numbers(0), "nvfp4").prepare(), ExpertWeights.quantize(numbers(1), "nvfp4")
-    own, seen = launch_weights.current_stream, []
-
-    def current_stream(device: int) -> int:
-        seen.append((device, gpu.current))
-        return own(device)
-
-    monkeypatch.setattr(launch_weights, "current_stream", current_stream)
+    w.copy_(stored).dequantize()
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 1)
+    w.copy_(numbers(1)).copy_(stored).dequantize()  # finds the kernels of this device, and tests them
+    gpu.asked.clear()
     w.copy_(numbers(1))
     w.copy_(stored)
     w.dequantize()
-    assert seen == [(1, 1)] * 5  # two searches for the largest, quantised, moved, dequantised
+    assert gpu.asked == [(1, 1)] * 5  # two searches for the largest, quantised, moved, dequantised
     assert gpu.current == 0
 
 
-def test_no_kernel_is_looked_for_while_weights_are_locked(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of", ["prepare", "restore", "prepare_in_place", "restore_in_place"])
+def test_no_kernel_is_looked_for_while_weights_are_locked(of: str, gpu: EmulatedGpu) -> None:
     """To find one may wait for a self-test, which may wait for that lock."""
-    found, seen = launch_weights.RowKernels.mover, []
+    w = ExpertWeights.quantize(numbers(0), "fp8_channel")
+    if of.startswith("restore"):
+        w = w.prepare()
+    another_process(gpu)
+    free = []
 
-    def mover(self: launch_weights.RowKernels, format: str, codes: torch.Tensor) -> writing.Mover | None:
-        seen.append(lock("prepare")._is_owned())  # type: ignore[attr-defined]
-        return found(self, format, codes)
+    def tested(launch: Launch) -> None:
+        if launch.code.op is RowOp.MOVE_CODES and launch.stream:  # a self-test
+            free.append(lock("prepare").acquire(blocking=False))
+            lock("prepare").release()
 
-    monkeypatch.setattr(launch_weights.RowKernels, "mover", mover)
-    w = ExpertWeights.quantize(numbers(0), "fp8_channel").prepare()
-    w.restore().prepare_in_place().restore_in_place()
-    assert seen == [False] * 4
+    for variant, _ in of_weights():
+        gpu.after[variant.cubin_sha256] = tested
+    getattr(w, of)()
+    assert free
+    assert all(free)
 
 
 def test_without_a_kernel_torch_does_it(clean_places: Path, caplog: pytest.LogCaptureFixture) -> None:

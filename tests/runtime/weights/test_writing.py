@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import threading
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
 import torch
+from emulated_driver import EmulatedGpu, emulated
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -206,38 +210,58 @@ def test_a_copy_without_the_check_reads_nothing_beforehand() -> None:
     assert torch.equal(w.codes[1:], want.codes)
 
 
-def test_a_copy_in_a_capture_is_to_be_without_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+Capture: TypeAlias = "Callable[[], contextlib.AbstractContextManager[object]]"
+
+
+class NothingIsRead(TorchDispatchMode):
+    """An error where a number of a tensor is read: the capture of a CUDA graph can't wait for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default), "read"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def capture(clean_places: Path) -> Iterator[Capture]:
+    """A context in which the current stream of an emulated GPU, for which no bundle has a kernel, is captured."""
+    with emulated(EmulatedGpu()) as gpu:
+
+        @contextlib.contextmanager
+        def captured() -> Iterator[None]:
+            gpu.capturing = True
+            with NothingIsRead():
+                yield
+            gpu.capturing = False
+
+        yield captured
+
+
+def test_a_copy_in_a_capture_is_to_be_without_the_check(capture: Capture) -> None:
     w = made("mxfp4", prepared=True)
     before = every_bit(w)
-    monkeypatch.setattr("pretuned.runtime.weights.expert_weights.is_captured", lambda _: True)
-    with pytest.raises(InputError, match="can't be checked, wanted check=False"):
+    with capture(), pytest.raises(InputError, match="can't be checked, wanted check=False"):
         w.copy_(numbers(1))
     assert equal(w, before)
-    w.copy_(numbers(1), check=False)
-    monkeypatch.undo()
+    with capture():
+        w.copy_(numbers(1), check=False)
     assert equal(w, every_bit(made("mxfp4", prepared=True, seed=1)))
 
 
-def test_weights_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_a_capture(capture: Capture) -> None:
     """Nothing is read there: prepared weights were checked when they were made, others need ``check=False``."""
     w = made("fp8_block", prepared=True)
     plain, ready = (made("fp8_block", prepared=one, seed=1) for one in (False, True))
     before, want = every_bit(w), every_bit(ready)
-
-    def read(*_: object) -> bool:
-        raise AssertionError("read")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("pretuned.runtime.weights.expert_weights.is_captured", lambda _: True)
-        patch.setitem(ORDERS, "fp8_block", ORDERS["fp8_block"]._replace(room=read))
-        with pytest.raises(InputError, match="in the capture of a CUDA graph, wanted check=False there"):
-            w.copy_(plain)
-        assert equal(w, before)
-        for given in (ready, numbers(1), plain):
+    with capture(), pytest.raises(InputError, match="in the capture of a CUDA graph, wanted check=False there"):
+        w.copy_(plain)
+    assert equal(w, before)
+    for given in (ready, numbers(1), plain):
+        with capture():
             w.copy_(numbers(0), check=False)
-            assert equal(w, before)
+        assert equal(w, before)
+        with capture():
             w.copy_(given, check=given is ready)
-            assert equal(w, want)
+        assert equal(w, want)
     assert not w._is_current()  # the replay writes the scale, and the next call what is derived of it
     assert equal(w, want)
 
