@@ -1,4 +1,4 @@
-"""Locks that a child of ``fork`` finds free: whoever held one is a thread that the child does not have.
+"""Locks that are free in a child of ``fork``: the thread that held one does not exist there.
 
 Python's own locks of modules that are being imported are no such locks: a process that forks while another of its
 threads is in its first call may leave a child that waits for good (docs/runtime/runtime.md says what to do).

@@ -110,7 +110,7 @@ def _invariance(environ: Mapping[str, str]) -> Invariance | None:
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:
-    """All switches make pretuned do less, so a value that nobody defined counts as on."""
+    """True if a switch is on. Unknown values count as on, because all switches make pretuned do less."""
     value = environ.get(name, "")
     if value.strip().lower() in ("", "0", "false"):
         return False

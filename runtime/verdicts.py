@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 _FORM = 2  # of the file's content
 _MOST = 4096  # results in a file
-_MOST_CHARS = 400  # of a reason
+_MOST_CHARS = 400  # longest stored reason
 _LOCK_TIMEOUT_S = 2.0  # once a process: whoever holds the overlay's lock that long may hold it for good
 
 _log = logging.getLogger(__name__)
 
 
 class Verdict(NamedTuple):
-    """Whether a variant computes what it should; the day (UTC) of the test; what a wrong variant did."""
+    """A self-test's result: right or wrong, the day (UTC) of the test, and the fault."""
 
     right: bool
     day: str
@@ -72,7 +72,7 @@ def known(variant: Variant, local: LocalGpu) -> Verdict | None:
 
 
 def is_wrong(variant: Variant, local: LocalGpu) -> bool:
-    """Whether the variant is wrong there, or left out. Reads no file: loading a kernel has read it."""
+    """True if the variant failed its test there, or was left out. Reads no file: loading a kernel has read it."""
     wrong = _memory.wrong.get((local.sm, local.gpu))
     return wrong is not None and _digest(variant) in wrong
 
@@ -84,7 +84,7 @@ def left_out(local: LocalGpu) -> tuple[bytes, ...]:
 
 
 def recall(local: LocalGpu) -> None:
-    """Read the file of such a GPU, if that was not done yet."""
+    """Read the results of such a GPU from its file, unless they were read before."""
     key = local.sm, local.gpu
     if key not in _memory.read:
         path = path_of(local)
@@ -192,7 +192,7 @@ def _row(row: list[object]) -> tuple[bytes, Verdict]:
 
 
 def _save(path: Path, local: LocalGpu, results: _Results) -> None:
-    """Of very many the wrong ones stay, and the newest of the others."""
+    """Drop results beyond the limit: the wrong ones stay, and the newest of the others."""
     from ..artifacts.publishing import write_checked
 
     rows = sorted(results.items(), key=lambda row: (not row[1].right, row[1].day), reverse=True)[:_MOST]

@@ -151,8 +151,7 @@ def time_ratio(changes: Sequence[Change]) -> float:
 def _beside(old: Bundle, before: Sequence[Choice], new: Bundle, after: Sequence[Choice]) -> list[tuple[Choice, Choice]]:
     """Pair the choices of one problem in the two bundles, in the order of ``new``.
 
-    In a bucket, choices of the same GPU are paired first; the rest, measured elsewhere or modelled, in the bundles'
-    orders.
+    In a bucket, choices of the same GPU are paired first. The others, modelled or of other GPUs, are paired in order.
     """
     waiting: dict[int, list[Choice]] = {}
     for was in before:

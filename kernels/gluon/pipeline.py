@@ -20,8 +20,8 @@ async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 ANY_VIEW: gl.constexpr = gl.constexpr(triton.__version__.startswith("3.7."))  # 3.7 checks no view's end
 
 INDEX_END: gl.constexpr = gl.constexpr(0x40000000)
-NARROW_BIT: gl.constexpr = gl.constexpr(1 << 30)  # in a tile's word: only the left half of its columns counts
-WHOLE_BIT: gl.constexpr = gl.constexpr(1 << 30)  # in a tile's column: each of its rows that is gathered has an index
+NARROW_BIT: gl.constexpr = gl.constexpr(1 << 30)  # set in a tile's word if only the left half of its columns exists
+WHOLE_BIT: gl.constexpr = gl.constexpr(1 << 30)  # in a tile's column: all gathered rows have an index
 # Values of ``flags``, like in kernels/portable_plain/rows.py and kernels/portable_plain/tiles.py.
 GATHER_FLAG: gl.constexpr = gl.constexpr(1)
 SCATTER_FLAG: gl.constexpr = gl.constexpr(2)
@@ -224,9 +224,9 @@ def told(drawn):
 
 @gluon.jit
 def next_tile(counter, drawn, dealt, total):
-    """The tile that ``drawn`` stands for; each program has had its own of the ``dealt`` before.
+    """The number of the next tile: ``dealt`` tiles were assigned beforehand, ``drawn`` is the counter's value.
 
-    Who had one of the last tiles draws once more, in vain: the one who draws the last number sets the counter to zero.
+    Every program takes one number past the last tile. The program with the last of these sets the counter to zero.
     """
     if drawn == total - dealt + gl.num_programs(0) - 1:
         gl.store(counter, 0)
@@ -235,7 +235,7 @@ def next_tile(counter, drawn, dealt, total):
 
 @gluon.jit
 def zero_tail(y, m_sizes, m_sizes_step, M, E, width, stride_y_m, EXPERTS: gl.constexpr):
-    """Sets the rows that belong to no expert to zero, ``width`` columns of them; four warps do."""
+    """Set ``width`` columns of the rows that belong to no expert to zero. For four warps."""
     experts: gl.constexpr = gl.BlockedLayout([EXPERTS // 128], [32], [4], [0])
     wanted = gl.sum(counts(m_sizes, m_sizes_step, M, E, EXPERTS, experts).to(gl.int64), 0)
     used = gl.minimum(wanted, M.to(gl.int64)).to(gl.int32)

@@ -1,10 +1,10 @@
-"""dW in tf32: products of operands that lie the wrong way round for wgmma, from registers.
+"""dW in tf32 by mma.sync from registers, because wgmma can't read its operands.
 
-wgmma takes tf32 from shared memory only where the reduction is contiguous. Of dW both operands have it outermost: their
-rows. mma.sync, which is slower, takes both from registers. No instruction turns 32-bit numbers round on the way, so
-every lane loads its own: four rows of eight columns at a time. In lines of 128 bytes whose 16-byte parts are exchanged
-by row (the swizzle of TMA) rows 0 to 3 meet in the same banks, two lanes each. But the order of a reduction is free, if
-it is one for both: of each eight rows 0, 2, 4, 6 are loaded together, then 1, 3, 5, 7, and each lane has its bank.
+wgmma takes tf32 from shared memory only if the reduction is contiguous. In dW the reduction is over rows, in both
+operands. mma.sync is slower, but takes both from registers. No instruction transposes 32-bit numbers, so every lane
+loads its own: four rows of eight columns at a time. In TMA's swizzle, lines of 128 bytes whose 16-byte parts are
+exchanged by row, rows 0 to 3 would share banks, two lanes each. The order of a reduction is free if both operands have
+it: of each eight rows 0, 2, 4, 6 are loaded together, then 1, 3, 5, 7, and no lanes share a bank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STEP = gl.constexpr(16)  # rows that are multiplied at a time
 # 64 x 256 of a warpgroup: each warp has all rows of the result, and eight columns of 32.
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 4], instr_shape=[16, 8]))
 _LANES = [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]]  # (row, column) that each bit of a lane's number adds
-# As PTX ISA has the fragments of mma.m16n8k8, with the rows mixed as ``_mixed`` says.
+# The fragments of mma.m16n8k8 (PTX ISA), with rows in the order of ``_mixed``.
 LEFT = gl.constexpr(
     gl.DistributedLinearLayout([[0, 8], [1, 0], [8, 0], [0, 16], [0, 32]], _LANES, [[0, 0], [0, 0]], [], [16, 64])
 )

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from .pipeline import SCATTER_FLAG, ZERO_TAIL_FLAG, counts
 
 LANES: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-ROWS: gl.constexpr = gl.constexpr(1024)  # of y, at a time: 32 for each lane of a warp
+ROWS: gl.constexpr = gl.constexpr(1024)  # rows of y that are searched at a time: 32 for each lane
 _ALL = "0xffffffff"
 _LOADS = 16  # loads under way at a time, each of 32 entries of the index
 

@@ -17,8 +17,8 @@ from ..portable_plain import GATHERING, LOW_OPERANDS, ROWS, UNGATHERED, WEIGHT, 
 from ..spec import MAX_EXPERTS, PINGPONG_COLUMNS, Cache, Config, Edge, Loads, Schedule, Spec, TileRows, indexed, w_kn
 
 ROWS_OF_TILE = 128  # 64 for each warpgroup; for a fitted tile its columns
-MOST_STEPS = (1 << 20) - 1  # the loading warp passes a tile's steps on in 20 bits: kernels/gluon/consumer.py
-_MOST_COLUMN_TILES = 1 << 20  # pingpong passes a tile's column on in 20 bits: kernels/gluon/pingpong.py
+MOST_STEPS = (1 << 20) - 1  # the queue of tiles has 20 bits for a tile's steps: kernels/gluon/consumer.py
+_MOST_COLUMN_TILES = 1 << 20  # pingpong's queue has 20 bits for a tile's column: kernels/gluon/pingpong.py
 _PART = 64  # rows of a tile that a warpgroup multiplies, columns that it stores at once
 
 _HALVES = frozenset((DType.BF16, DType.FP16))

@@ -2,7 +2,7 @@
 
 An expert's rows are shared out evenly among as few tiles of BLOCK_M rows at most as hold them, and a tile computes as
 many of its rows as there are, rounded up to 16: wgmma computes 64 rows at a time, but any eight columns, so a tile is
-computed turned round, 128 columns of w by its rows of x, and turned back when it is stored. rows.py, whose tiles
+computed transposed, 128 columns of y by its rows, and transposed back when it is stored. rows.py, whose tiles
 are of 128 rows in halves of 64, loses up to 63 rows of each expert's last tile, and loads w once for every 128.
 
 Both warpgroups share a tile of 256 rows, 64 columns each, or take whole tiles of 192 in turns
@@ -156,7 +156,7 @@ def _load_fitted(
                 _load_step(low_x, low_w, a, b, bar, expert, row, boxes, col, start, stage, BLOCK_M, BLOCK_K, W_KN)
                 stage, phase = advance(stage, phase, STAGES)
         tile = next_tile(counter, told(drawn), gl.num_programs(0), total)
-    for _ in gl.static_range(2):  # where they take turns each warpgroup has a slot of its own
+    for _ in gl.static_range(2):  # row -1 ends a warpgroup; if they take turns, each reads its own slot
         publish(queue, filled, free, slot, turn, -1, 0, 0, 0, 1)
         slot, turn = advance(slot, turn, 2)
 
@@ -364,8 +364,8 @@ def rows_fitted(
 ):
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]).
 
-    ``rows`` (portable_plain) of rows that nothing gathers. x and w come through TMA; y leaves through ``y_map``, a
-    ragged descriptor (``kernels/entry.py``, RAGGED_SIZES), in INDEXED code through pointers.
+    See ``rows`` in kernels/portable_plain/rows.py; no gather. x and w are loaded by TMA. y is stored through ``y_map``,
+    a ragged descriptor (``kernels/entry.py``, RAGGED_SIZES), in INDEXED code through pointers.
     LOW_RANK code has low_x and low_w through TMA, in steps of the reduction after those of x and w.
     """
     element: gl.constexpr = w.dtype

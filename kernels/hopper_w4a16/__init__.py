@@ -146,7 +146,7 @@ def _absent(spec: Spec) -> tuple[str, ...]:
 def _boxes(spec: Spec) -> dict[str, Box]:
     c, codes = spec.config, code_layout(spec.dtype)
     blocks = (c.block_n if spec.op is Op.DX else c.block_k) // BLOCK  # contiguous in memory
-    line = (1, 1) if spec.dtype in ZERO_DTYPES else ()  # expert and line of blocks are dimensions of their own
+    line = (1, 1) if spec.dtype in ZERO_DTYPES else ()  # extra dimensions: expert, line of blocks
     return {
         "x": (min(c.block_m, BLOCK), BLOCK),
         "w": (*line, codes.words * blocks, WORD_ROW),

@@ -9,7 +9,7 @@ from ..gluon.pipeline import tile_of
 from .dequantize import blocks_per_scale, operand, places_of
 from .dequantize_transposed import turned
 
-BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and of K, that lie together
+BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and elements of K, in a block of prepared codes
 
 
 @gluon.jit

@@ -215,7 +215,7 @@ def _row_of_scales(FORMAT):  # type: ignore[no-untyped-def]
 
 @gluon.constexpr_function
 def smaller_by(FORMAT, DX):  # type: ignore[no-untyped-def]
-    """How much too small ``operand`` makes w's values, where codes and scales become bf16 in the same instructions."""
+    """The factor by which ``operand``'s values are too small, if codes are scaled as they become bf16."""
     one = CODES[FORMAT]
     down = INT4_DOWN if one.codes == "int4" else NVFP4_DOWN if one.scales == "e4m3" else 0
     return 1.0 if DX else 2.0**down
@@ -336,7 +336,7 @@ def scaled(part, outer, expert, col, N, FORMAT: gl.constexpr, DX: gl.constexpr):
 
 @gluon.jit
 def biased_across(part, moved, expert, col, N):
-    """The part, whose rows are y's columns from ``col`` on, and their bias."""
+    """part + bias. The rows of ``part`` are y's columns from ``col`` on."""
     if (moved[6] & BIAS_FLAG) != 0:
         n = col + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, part.type.layout))
         added = gl.load(moved[2] + expert.to(gl.int64) * N + n, mask=n < N, other=0.0)

@@ -85,7 +85,7 @@ def _straight(codes, scales, OPERAND: gl.constexpr):
 
 @gluon.jit
 def _across(codes, scales, OPERAND: gl.constexpr):
-    """A block of w, bf16 [64, 64], turned round: a row of it is a column of w."""
+    """A block of w, bf16 [64, 64], transposed: its rows are columns of w."""
     WORD: gl.constexpr = gl.SliceLayout(4, _TURNED_8)  # pairs of rows, row, c, word
     PAIRS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, WORD)))
     PAIR_P: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, _TURNED_8)))

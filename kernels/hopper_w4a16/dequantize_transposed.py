@@ -1,4 +1,4 @@
-"""Codes of a quantised w to bf16, turned round for dX: a row of wgmma's left operand is a column of w.
+"""Codes of a quantised w to bf16, transposed for dX: a row of wgmma's left operand is a column of w.
 
 A thread has of each of 16 rows of w the word that two of its columns are in, 8 apart, and of two rows at a time the
 halves of their words make one, laid out as a word is (dequantize.py, which says how blocks lie).

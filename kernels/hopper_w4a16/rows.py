@@ -8,7 +8,7 @@ Programs take tiles when they become free. The arguments are those of ``portable
 that is zero before and after, and w's scales.
 
 With ``DX``, dx[g] = dy[g] @ w[g]: in the kernel's words N is still the result's columns and K the reduction, so w's
-rows are K, and blocks of w are turned round as they become bf16.
+rows are K, and blocks of w are transposed as they become bf16.
 
 LOW_RANK code has more of the reduction after that of x and w, in steps of 64: low_x and low_w, both of bf16, as in
 kernels/hopper_plain/fitted.py. low_w is wgmma's left operand as it lies in shared memory, a tile's columns of it in a

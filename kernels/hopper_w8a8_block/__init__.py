@@ -37,7 +37,7 @@ SCALES = 256  # scales of x that TMA loads at once
 _ROWS, _COLUMNS = 128, 256  # of a tile
 _BUFFER_BYTES = 2 * 64 * 64 * 2  # of one buffer for both warpgroups' results
 _QUARTERS = BLOCK * BLOCK // 4 // WORD_ROW  # rows of w's TMA descriptor that hold a block of codes
-_MOST_STEPS = (1 << 20) - 1  # the loading warp passes a tile's steps on in 20 bits
+_MOST_STEPS = (1 << 20) - 1  # the queue of tiles has 20 bits for a tile's steps
 
 
 def stage_bytes() -> int:

@@ -155,7 +155,7 @@ def _multiply_scaled(
     SLOTS: gl.constexpr,
     INDEXED: gl.constexpr,
 ):
-    """One warpgroup: its 128 columns of every tile, and the way out."""
+    """One warpgroup: multiply its 128 columns of every tile, and store them."""
     WIDTH: gl.constexpr = COLUMNS // 2
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])

@@ -1,16 +1,16 @@
-"""The grouped GEMM by rows for sm_90 with x and w of e4m3, a scale for each row of both, warp-specialised.
+"""The row-grouped GEMM for sm_90 with e4m3 x and w, which have a scale for each row; warp-specialised.
 
-w is wgmma's left operand and rows of x its right one, both out of shared memory, so a tile lies across, BLOCK_N columns
-of w by BLOCK_M rows of x, and is turned back when it is stored. One warp loads through TMA, BLOCK_K of the reduction a
-stage. Of a tile each of two warpgroups has half of the columns; of a tile of 64 columns, for few rows, each has half of
-a stage's K, and the sums are added. An expert's rows are shared out evenly among its tiles (FITTED,
+w is wgmma's left operand and x its right one, both in shared memory. So a tile is transposed, BLOCK_N columns of y by
+BLOCK_M rows, and transposed back when it is stored. One warp loads through TMA, BLOCK_K of the reduction a stage. Each
+of two warpgroups has half of a tile's columns. In a tile of 64 columns, for few rows, each has half of a stage's K, and
+the sums are added. An expert's rows are shared out evenly among its tiles (FITTED,
 kernels/hopper_plain/fitted.py).
 
 The tensor cores keep 14 bits of a long sum of e4m3, so sums over PART of K are added to sums of their own: in fp32
 where registers hold both, else in fp16, times 2^-17, two to a register. The last part stays in fp32.
 
-w is prepared (runtime/weights/order.py): in blocks of 64 x 64, each row's 64 codes of K in the order in which x has its
-own, which is as wgmma reads them in TMA's swizzle of 64 bytes.
+w is prepared (runtime/weights/order.py): blocks of 64 x 64, in which a row's 64 codes of K have the order of x's codes.
+wgmma reads them in TMA's swizzle of 64 bytes.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _load(
 
 @gluon.jit
 def _added(sums, part, PACKED: gl.constexpr):
-    """The sums, and those over a part of K."""
+    """sums + part, the sums over one part of K."""
     if PACKED:
         low, high = part.reshape([part.shape[0], part.shape[1] // 2, 2]).split()
         found = gl.inline_asm_elementwise(
@@ -214,7 +214,7 @@ def _multiply_both(
     FITTED: gl.constexpr,
     PART: gl.constexpr,
 ):
-    """One warpgroup: its columns of every tile, or its half of each step, and the way out."""
+    """One warpgroup: multiply its columns of every tile, or its half of each step, and store the tile."""
     a, b, full, empty, queue, filled, free, buffers, sums, summed, x_scale, w_scale, y, y_map, moved, noted = own
     SPLIT: gl.constexpr = BLOCK_N == BLOCK
     MINE: gl.constexpr = max(1, BLOCK_N // (2 * BLOCK))  # blocks of columns

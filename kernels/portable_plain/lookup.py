@@ -14,7 +14,7 @@ import triton.language as tl
 from .tiles import place
 
 _ALL = "0xffffffff"
-_FEW = 4  # times 32 experts
+_FEW = 4  # loads of 32 experts' rows
 _MANY = 16
 
 

@@ -254,7 +254,7 @@ def _found_tile(
     PRECISION: tl.constexpr,
     TURNED: tl.constexpr,
 ):
-    """The one tile of a program, where there is such a tile."""
+    """Compute the tile of a program that has one tile at most; it may have none."""
     there, expert, tile_m, tile_n, row_start, row_end = find(
         tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, GROUP_M
     )

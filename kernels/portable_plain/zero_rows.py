@@ -1,4 +1,4 @@
-"""Zeros for the rows of y that no index names, by programs of the product's own launch or of another."""
+"""Set the rows of y that no index names to zero, by extra programs of the GEMM's launch or by a launch of its own."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def _tile(
     scales = w_scale + many
     outer = tl.load(w_outer + expert) if OUTER else 1.0
 
-    # Scales are asked for a step ahead: they are too narrow for the asynchronous copies that codes and x have.
+    # Load scales a step ahead: they are too narrow for asynchronous copies.
     scale = _scales_at(scales, first, col_n if DX else 0, R, C, GROUP, SCALE_ROWS, ORDER, ROWS, COLS)
     zero = scale
     if ZERO:

@@ -381,7 +381,7 @@ def tiles(spec: RowOpSpec, E: int, N: int, K: int) -> int:
     return E * -(-N // tile.rows) * (1 if whole else -(-K // tile.columns))
 
 
-_ELEMENTS = ("e4m3", "e2m1", "int4")  # by the values of kernels/rowops/weights.py, and so
+_ELEMENTS = ("e4m3", "e2m1", "int4")  # names of the values of ELEMENTS and SCALE in kernels/rowops/weights.py
 _SCALES = ("block", "row", "e8m0", "e4m3", "bf16", "zero")
 
 

@@ -63,7 +63,7 @@ def _rows(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Writes these rows, BLOCK columns at a time; WHOLE, BLOCK holds all of them."""
+    """Write codes and scales of these rows, BLOCK columns at a time; with WHOLE a BLOCK holds all columns."""
     inside = row < end
     at = row * _row_of(flags, columns)
     left, right = _halves(h, at, inside, columns, 0, flags, limit, alpha, beta, linear_beta, BLOCK)

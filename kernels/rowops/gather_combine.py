@@ -173,7 +173,7 @@ def combine(y, places, row_weights, experts, bias, out, M, columns, top_k, flags
         col = tile % blocks * BLOCK + tl.arange(0, BLOCK)
         inside = col < columns
         flat = token * top_k
-        # Each whole: no loop is to branch, or to have loads that only another one needs.
+        # A loop for each case, so that none branches or has loads that only another case needs.
         if (flags & _WEIGHTED) == 0:
             acc = _added(y, places, row_weights, experts, bias, flat, col, inside, columns, top_k, BLOCK, False, False)
         elif (flags & _NARROW) != 0:

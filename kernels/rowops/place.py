@@ -1,4 +1,4 @@
-"""The rows of experts that lie apart in one buffer, listed expert by expert."""
+"""List the rows of padded experts in a buffer, expert after expert, as an index for a gather."""
 
 from __future__ import annotations
 

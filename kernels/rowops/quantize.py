@@ -1,4 +1,4 @@
-"""Rows of x as codes: e4m3 with a scale for each row and 128 columns, for products whose w is of such codes, too."""
+"""Quantise rows of x to e4m3, with a scale for each row and 128 columns, for GEMMs with an e4m3 w."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ _E2M1: tl.constexpr = tl.constexpr(1)
 _INT4: tl.constexpr = tl.constexpr(2)
 _OF_BLOCK: tl.constexpr = tl.constexpr(0)  # SCALE: an fp32 scale for each tile
 _OF_ROW: tl.constexpr = tl.constexpr(1)  # an fp32 scale for each row
-_E8M0: tl.constexpr = tl.constexpr(2)  # this and the next: a scale for each GROUP columns of a row
+_E8M0: tl.constexpr = tl.constexpr(2)  # this and all below: a scale for each GROUP columns of a row
 _BY_OUTER: tl.constexpr = tl.constexpr(3)  # e4m3, times a scale of the expert
 _BF16: tl.constexpr = tl.constexpr(4)
 _BF16_ZERO: tl.constexpr = tl.constexpr(5)  # with a zero point
-_PART: tl.constexpr = tl.constexpr(32)  # rows that _squares has at once
+_PART: tl.constexpr = tl.constexpr(32)  # rows that _squares loads at once
 _LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite
 
 

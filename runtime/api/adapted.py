@@ -112,8 +112,8 @@ def adapted_layer(
 ) -> torch.Tensor:
     """A whole layer with adapters of its products, as one function with its own gradient.
 
-    Where it ``comes_again``, its weights being the caller's own, what it comes to is written down for layers of these
-    weights (``layer_plan.py``), as ``known_as``, too.
+    If it ``comes_again`` (the weights are the caller's own tensors), it gets a plan (``layer_plan.py``), also under the
+    key ``known_as``.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""A layer with everything: checked, cast for autocast, then run with its gradient or without, and written down."""
+"""A layer without a plan: check it, cast it for autocast, run it with or without its gradient, and record a plan."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _check_out(
 
 
 def _check_tensors(arguments: dict[str, torch.Tensor | ExpertWeights], **biases: torch.Tensor | None) -> None:
-    """Raise InputError, by the caller's names, for tensors that are of no use by their types, dtypes and devices."""
+    """Raise InputError, with the caller's names, for tensors of a wrong type, dtype or device."""
     quantised: dict[str, ExpertWeights] = {}
     plain: dict[str, torch.Tensor] = {}
     for name, value in arguments.items():
@@ -224,9 +224,9 @@ def _fused(
     key: object,
     coded: QuantizedRows | None,
 ) -> torch.Tensor:
-    """The layer as one function, with its own gradient; ``plan``, or with adapters one by ``key``, writes it down.
+    """The layer as one function with its own gradient. ``plan`` records it; with adapters a plan under ``key`` does.
 
-    ``into`` takes what it comes to. x stands for ``coded``, where that is given.
+    The result is written to ``into``, if it is given. If ``coded`` is given, x is only its stand-in.
     """
     x, gate_up, gate_up_bias = check_call.autocast(x, parameters.gate_up, parameters.gate_up_bias)
     _, down, down_bias = check_call.autocast(x, parameters.down, parameters.down_bias)

@@ -1,4 +1,4 @@
-"""Layers that come again: the programs that were written down of one, for others that are like it, without checks.
+"""Plans of repeated layers: programs recorded in one call run later calls like it, without checks.
 
 A plan belongs to the layer's weights and to a bucket of rows, for which all its kernels were chosen, whatever the
 number of tokens.
@@ -68,7 +68,7 @@ class LayerPlan(Programs):
         self._there, self._behind = itemgetter(*there), behind  # where biases and adapters begin
         self.programs: dict[bool, Program] = {}  # by whether h is kept
 
-    def replay(
+    def call(
         self,
         hidden: torch.Tensor,
         gate_up: _W,
@@ -80,7 +80,7 @@ class LayerPlan(Programs):
         out: torch.Tensor | None = None,
         lora: Any = None,
     ) -> torch.Tensor | None:
-        """The call, of ``moe_mlp``'s arguments, in hidden's shape; None where it is another one, and nothing is done.
+        """The result of ``moe_mlp`` with these arguments; None, and nothing is done, if the plan does not serve them.
 
         ``lora`` are the adapters of both products (``api.lora.Lora``), if there are any.
         """
@@ -95,7 +95,7 @@ class LayerPlan(Programs):
                 )
             except check_tensors.UNUSABLE:
                 return None
-            # (As when it was written down.)
+            # As in the recorded call.
             x = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         if not self.takes(x, parameters, ids, weights, out, adapters):
             return None

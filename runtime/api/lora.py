@@ -41,7 +41,7 @@ def scales_of(lora: tuple[Lora | None, Lora | None]) -> tuple[object, ...]:
     Raises
     ------
     TypeError
-        where they are no adapters: the checks say how.
+        if they are no adapters; the checks later name the fault.
     """
     if (
         type(lora) is not tuple

@@ -146,7 +146,7 @@ def moe_mlp(
         except (AttributeError, TypeError, ValueError, RuntimeError):  # no usable tensor: the checks will say
             key = None
         if plan is not None:
-            result: torch.Tensor | None = plan.replay(
+            result: torch.Tensor | None = plan.call(
                 hidden, gate_up_weight, down_weight, gate_up_bias, down_bias, topk_ids, topk_weights, out, lora
             )
             if result is not None:

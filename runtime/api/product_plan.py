@@ -50,7 +50,7 @@ stream_of = current_stream
 
 
 class ProductPlan(Programs):
-    """One product's. ``call`` does the call, or returns None and does nothing where it is another one."""
+    """The plan of one product. ``call`` runs a call, or returns None if the plan does not serve it."""
 
     __slots__ = (
         "_counts",
@@ -167,7 +167,7 @@ class ProductPlan(Programs):
         adapter: LowRank | None = None,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``gradients.with_adapter``, without a look at the tensors: ``__call__``, or every check, had one."""
+        """``gradients.with_adapter`` without checks: ``call``, or the checks of a first call, looked at the tensors."""
         inputs: Any = (x, w, m_sizes, weights, bias, index, out)
         if not self._dense:
             inputs = (x, *operands_of(w).values(), m_sizes, weights, bias, index, out)
@@ -296,7 +296,7 @@ class PlainPlan(ProductPlan):
         return again
 
     def _into(self, single: SingleLaunch, w: torch.Tensor, m_sizes: torch.Tensor) -> Callable[..., torch.Tensor | None]:
-        """``call`` of such a call again, which writes to out, apart from all that it reads."""
+        """A fast ``call`` for plans of one launch into ``out``, which overlaps nothing that is read."""
         same, low, out_low, device, holds = self._same, self._low, self._out_low, self._device, self._condition()
         launch, size, w_at = single.run, w.itemsize, w.data_ptr()
         N, K = w.shape[1:] if self.form.layout is Layout.NK else (w.shape[2], w.shape[1])
@@ -360,10 +360,10 @@ def plan(
     varies: bool,
     adapter: LowRank | None = None,
 ) -> ProductPlan | None:
-    """An empty plan for this call, or None where the next one like it needs another look.
+    """An empty plan for this call, or None if calls like it must be checked each time.
 
-    The tensors are as the caller passed them; an adapter is as the products take it. One that ``varies`` is for any
-    number of rows that a caller's key lets through: M of all that have a row for each sorted row, contiguous.
+    Tensors are as the caller passed them, an adapter as ``as_used`` returns it. With ``varies`` the plan is for all M
+    of the key's bucket; then every tensor with a row for each sorted row must be contiguous.
     """
     form, fusions, M = call.form, call.fusions, call.M
     if not check_tensors.on_gpu(x) or form.autotune or form.pinned:

@@ -161,7 +161,7 @@ def expected_bucket(call: str, expected_rows: object, most: int, what: str) -> i
     Raises
     ------
     InputError
-        unless it is an int of 0 to ``most``, which the caller knows as ``what``.
+        unless it is an int from 0 to ``most``; ``what`` names that limit in the message.
     """
     check_expected(call, expected_rows, f"0 to {what}={most}")
     if not isinstance(expected_rows, int) or not isinstance(most, int):

@@ -50,7 +50,7 @@ def as_kept(call: str, names: str, tensors: Sequence[torch.Tensor | None], kinds
 
 
 class Frozen(NamedTuple):
-    """Quantised weights that a forward keeps, and how often their codes and scales had been written by then.
+    """Quantised weights that a forward keeps, and how often their codes and scales were written before it.
 
     torch compares versions of the tensors that a function saves; weights are no tensor.
     """

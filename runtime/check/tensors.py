@@ -209,7 +209,7 @@ def _share(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _rows_of(tensor: torch.Tensor) -> tuple[int, list[int]]:
-    """The bytes of a row, and those from row to row along each other dimension."""
+    """(bytes of a row, strides in bytes of the other dimensions)."""
     size = tensor.element_size()
     *outer, (length, unit) = zip(tensor.shape, tensor.stride(), strict=True)
     return ((length - 1) * unit + 1) * size, [stride * size for many, stride in outer if many > 1]

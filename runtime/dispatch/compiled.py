@@ -23,7 +23,7 @@ _Kind = tuple[Op, DType, Layout, Fusion, bool, int]
 
 
 def would_compile(problem: Problem, local: LocalGpu) -> bool:
-    """Whether a call that no bundle can run would be compiled, rather than run by torch."""
+    """True if a call that no bundle can run is compiled, rather than run by torch."""
     return hooks.jit_allowed() and not isinstance(_made.get(_kind(problem, local)), str)
 
 

@@ -102,7 +102,7 @@ def settle(
     persistent: bool = False,
 ) -> Decision | Miss:
     """Decide like ``decide``, but cache, compile and log nothing."""
-    while True:  # each turn drops a bundle
+    while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             return _decide(snapshot, problem, bucket, local, aligned, strict, persistent)
 
@@ -114,7 +114,7 @@ def with_low_part(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu)
     ship have it, else the first by the cost model.
     """
     bucket = bucket_of(M)
-    while True:  # each turn drops a bundle
+    while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             candidates = modelled(snapshot, problem, bucket, local, snapshot.reserve(local), aligned=True)
             if not candidates:
@@ -145,7 +145,7 @@ def with_wide_rows(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu
     ran = settle(snapshot, wide, bucket, local, aligned=True, strict=False)
     if isinstance(ran, Decision) and _clips_w(ran.chosen):
         return ran.chosen._replace(torch_us=None)  # which has no such rows
-    while True:  # each turn drops a bundle
+    while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             candidates = modelled(snapshot, wide, bucket, local, snapshot.view(local, installed=True), aligned=True)
             return next(filter(_clips_w, candidates), None)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ...artifacts.bundle_file import BundleFile
 
 _NEAREST = 3
-_DEFAULT_TOKENS = 65_536  # what a spec builds for when it does not say
-_MOST_TOKENS = 1 << 24  # that a spec may say
+_DEFAULT_TOKENS = 65_536  # tokens of a spec without them
+_MOST_TOKENS = 1 << 24  # the most tokens of a spec
 
 # The forms that a layer's first GEMM, of weight [E, I, H], has alone; all others the second, of weight [E, H, I], has.
 _FIRST_GEMM = {(Op.FORWARD, Fusion.GATHER), (Op.DX, Fusion.SCATTER)}

@@ -1,10 +1,9 @@
-"""The measured cells around one that no bundle has: what bundles hold, by shape, read when it is first asked for.
+"""The measured cells around a cell that no bundle has, by shape; read when first needed.
 
-Only bundles of this capability count, and of their GPUs the one that is this one, or else most like it, and has
-measured anything of the kind. What this process compiled or tuned itself counts for nothing here: it hangs on the calls
-so far, and every process is to choose alike. Nor do bundles that have a say in their own cells alone
-(``Usable.speaks_of_others``): none makes another cell slower. ``kernels/neighbours.py`` reckons with what is
-found.
+Only bundles for this capability count, with the times of this GPU, or else of the measured GPU most like it. What this
+process compiled or tuned itself does not count: it depends on earlier calls, and all processes must choose alike. Nor
+do bundles that were built to add to others (``Usable.speaks_of_others``), so that no bundle makes another's cell
+slower. ``kernels/neighbours.py`` computes with these cells.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _Place: TypeAlias = "tuple[float, float, float]"  # the binary logarithms of E, 
 _Cell: TypeAlias = "tuple[Usable, list[Any]]"  # a bundle, and what it says of the cell, as ``Timed`` has it
 _Found: TypeAlias = "tuple[float, int, int, _Shape]"  # distance, index of the shape, logarithm of M
 
-_WINDOWS = (0.8, 1.6, math.inf)  # doublings of E between which shapes are looked for
-_BESIDE = 2  # buckets to either side of the best one of a shape that are looked at
+_WINDOWS = (0.8, 1.6, math.inf)  # distances in doublings of E within which shapes are searched
+_BESIDE = 2  # buckets on each side of a shape's nearest bucket that are read
 _MORE = 16  # cells that are found before they are sorted again
 _SHAPES = 40  # nearest shapes that are read
 _NO_BETTER = 1.001  # least expected time, over the best, of a variant that won no cell nearby

@@ -89,7 +89,7 @@ def preferred(
 ) -> Config | None:
     """The config that is preferred for this form of call, if a usable bundle has it."""
     config = pin.of(problem.fusion)
-    while config is not None:  # each turn drops a bundle
+    while config is not None:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             there = {candidate for candidate, *_ in _configs(snapshot, problem, local, aligned)}
             return config if config in there else None
@@ -99,11 +99,11 @@ def preferred(
 def nearest(
     snapshot: Snapshot, knobs: Mapping[str, int], problem: Problem, local: LocalGpu, *, aligned: bool
 ) -> Config | None:
-    """The config nearest to the preferred knobs, of those in usable bundles for a form of call; None without any.
+    """The config nearest to the preferred knobs, of all variants that can run the problem; None if there are none.
 
     ``knobs`` has values of some of a config's knobs by name; the others may be anything.
     """
-    while True:  # each turn drops a bundle
+    while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             there = sorted({candidate for candidate, *_ in _configs(snapshot, problem, local, aligned)})
             return min(there, key=lambda candidate: _distance(candidate, knobs), default=None)

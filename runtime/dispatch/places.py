@@ -56,11 +56,11 @@ class Place(NamedTuple):
     path: Path
 
     def names(self, path: Path) -> bool:
-        """Whether the user asked for exactly this file, which ``files`` gave: then it has to be usable."""
+        """True if the user named exactly this file: it must then be usable."""
         return self.kind is Kind.NAMED and path == self.path
 
     def is_ours(self) -> bool:
-        """Whether its files came with pretuned itself: who could change them could change the code that asks."""
+        """True if its files are part of pretuned's installation, and as trusted as its code."""
         return self.kind is Kind.INSTALLED and self.path == Path(limits.__file__).with_name("bundles")
 
     def files(self) -> list[Path]:

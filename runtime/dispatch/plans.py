@@ -44,7 +44,7 @@ def rows_first(
     ``fusion`` is all that the call does. ``top_k`` sorted rows read each row of x; it is 0 if x can't be gathered
     first. ``checks``: the index has to be brought into range.
     """
-    while True:  # each turn drops a bundle
+    while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             ran = own(snapshot, problem, M, local, aligned)
             if ran is None or not can_gather(snapshot, problem, local, top_k, aligned):
@@ -72,7 +72,7 @@ def fused_silu(
     plain = plain_of(problem)
     if snapshot.invariance is not None:  # it does not round h, as calls with a gradient do
         return None
-    while True:  # each turn drops a bundle
+    while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             ran = own(snapshot, plain, M, local, aligned)
             if ran is None:
@@ -89,7 +89,7 @@ def quantised_x(
     ``top_k`` sorted rows read each row of x if a row kernel gathers them, 0 says that none does.
     """
     bucket, plain = bucket_of(M), problem._replace(dtype=other)
-    while True:  # each turn drops a bundle
+    while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             if lacks_for_codes(snapshot, problem, local) is not None:
                 return None
@@ -129,7 +129,7 @@ def of_codes(
     if lacks_for_codes(snapshot, problem, local, RowOp.ORDER_CODES) is not None:
         return None
     planned = quantised_x(snapshot, problem, other, M, local, top_k=top_k)
-    while planned is None:  # each turn drops a bundle
+    while planned is None:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             coded = settle(snapshot, problem, bucket_of(M), local, True, False)
             return Planned(coded.chosen.usable, coded.chosen.index) if isinstance(coded, Decision) else None
@@ -153,7 +153,7 @@ def never_on_load(problem: Problem) -> bool:
 
 
 def can_gather(snapshot: Snapshot, problem: Problem, local: LocalGpu, top_k: int, aligned: bool) -> bool:
-    """Whether a row kernel can gather rows of x first."""
+    """True if a row kernel can gather rows of x before the GEMM."""
     if not top_k or not aligned:
         return False
     return bool(rowops.ranked(snapshot, RowOp.GATHER, dtype_of(problem.dtype), local, aligned=True))
@@ -182,7 +182,7 @@ def lacks_for_codes(snapshot: Snapshot, problem: Problem, local: LocalGpu, op: R
 def modelled_is_faster(
     coded: Candidate, ran: Candidate, problem: Problem, bucket: int, local: LocalGpu, top_k: int
 ) -> bool:
-    """Whether quantised x is faster where the cost model chose both kernels."""
+    """True if quantised x is faster by the cost model; False unless it chose both kernels."""
     if (coded.match, ran.match) != (Match.COST_MODEL, Match.COST_MODEL):
         return False
     from ...kernels.chips import chip_named

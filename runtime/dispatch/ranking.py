@@ -58,7 +58,7 @@ _SMALL = 64  # an N and a K that every kernel can do
 
 
 class Origin(enum.IntEnum):
-    """Where a candidate's claim comes from, best first."""
+    """The source of a candidate's choice, best first."""
 
     THIS_GPU = 0
     THIS_CAPABILITY = 1
@@ -68,7 +68,7 @@ class Origin(enum.IntEnum):
 
 
 class Match(enum.IntEnum):
-    """How near a candidate is to what was asked, best first."""
+    """The match between a candidate's choice and the problem, best first."""
 
     EXACT = 0
     NEAREST_BUCKET = 1

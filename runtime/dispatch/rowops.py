@@ -21,7 +21,7 @@ def ranked(snapshot: Snapshot, op: RowOp, dtype: DType, local: LocalGpu, *, alig
     packages are asked only if no other place has this version's own revision, so a bundle that an earlier version built
     hides nothing; and of them those measured on this GPU first.
     """
-    while True:  # each turn drops a bundle
+    while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             kernels: list[tuple[Usable, int, Variant]] = []
             for asked in (
@@ -42,7 +42,7 @@ def ranked(snapshot: Snapshot, op: RowOp, dtype: DType, local: LocalGpu, *, alig
 
 
 def _is_current(usable: Usable, variant: Variant, local: LocalGpu) -> bool:
-    """Whether a kernel is of this capability and of the revision that this version compiles, or a later one."""
+    """True if a kernel is for exactly this capability, and not older than the revision that this version compiles."""
     entry = entry_named(variant.kernel)
     return usable.bundle.target.sm == local.sm and (entry is None or variant.revision >= entry.revision)
 

@@ -253,7 +253,7 @@ class Snapshot:
         return variants
 
     def _twin(self, bundle: BundleFile, problem: Problem) -> Problem | None:
-        """The problem's twin; None in what this process has made: that hangs on the calls so far, in each its own."""
+        """``problem.transposed``; None for what this process compiled or tuned: processes must not differ."""
         return None if any(file.bundle is bundle for file in self._made) else problem.transposed
 
     def having(self, problem: Problem, local: LocalGpu) -> list[Usable]:
@@ -294,7 +294,7 @@ class Snapshot:
         gpu = local.gpu
         digest = hashlib.sha256(f"{gpu.name}\n{local.sm}\n{gpu.sm_count}\n{gpu.memory_mib}\n".encode())
         for usable in (*self.view(local, installed=True).usable, *self.reserve(local).usable):
-            if usable.place.kind is not Kind.PROCESS or usable.bundle.gpus:  # what is compiled hangs on the calls
+            if usable.place.kind is not Kind.PROCESS or usable.bundle.gpus:  # compiled: depends on earlier calls
                 digest.update(usable.bundle.digest)
         digest.update(b"".join(verdicts.left_out(local)))
         if hooks.jit_allowed():

@@ -18,7 +18,7 @@ from ...artifacts.tuples import NamedTuple
 
 INVALID_CONTEXT = 201
 NO_DEVICE = 100
-# CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, UNSUPPORTED_PTX_VERSION: what a driver says of code that it can't read.
+# CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, UNSUPPORTED_PTX_VERSION: the driver can't read the code.
 _UNREAD = (200, 209, 222)
 STUB_LIBRARY = 34
 STUB = (
@@ -196,7 +196,7 @@ def driver_version() -> int:
 
 
 def device_count() -> int:
-    """How many GPUs the driver has for this process, whatever torch makes of them."""
+    """The number of GPUs that the driver shows to this process; torch may count others."""
     lib, count = library(), c_int()
     code = lib.cuInit(0)
     if code != NO_DEVICE:

@@ -54,7 +54,7 @@ class Device:
 
     @property
     def gpu(self) -> LocalGpu:
-        """Which GPU it is, asked once: of the driver, or of torch where bundles can't be launched.
+        """The GPU's model and capability: from the driver, or from torch if bundles can't be launched; asked once.
 
         (There may be no CUDA driver there. AMD's GPUs are of no capability.)
         """
@@ -95,7 +95,7 @@ def device(index: int) -> Device:
 
 
 def local_gpu(index: int) -> LocalGpu:
-    """Which GPU ``cuda:index`` is. Initialises CUDA in this process.
+    """The model and capability of ``cuda:index``. Initialises CUDA in this process.
 
     Raises
     ------
@@ -144,7 +144,7 @@ current_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", 
 
 
 def only_device() -> bool:
-    """Whether there is no second GPU that could be torch's current one."""
+    """True if this process has one GPU only, so it is torch's current one."""
     return torch.cuda.device_count() <= 1
 
 
@@ -169,7 +169,7 @@ def without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
 
 
 def platform_supported() -> bool:
-    """Whether the launcher works here at all: Linux on x86-64 or aarch64, a torch for CUDA (ROCm's says cuda, too)."""
+    """True if the launcher works here: Linux on x86-64 or aarch64, and a torch for CUDA (not ROCm)."""
     here = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64", "aarch64")
     return here and not torch.version.hip
 

@@ -39,7 +39,7 @@ _CACHED = 256
 # is no dense tensor may touch memory behind it. They ask to clear this bit, 85 of the descriptor: 5 of its byte 10.
 _FAR = 128 << 10
 _PROBES_FAR = 1 << 5
-_OTHER_ADDRESS = 0x7FFFFFF0  # the bits in which another one differs: aligned as well
+_OTHER_ADDRESS = 0x7FFFFFF0  # XOR gives another aligned address
 _ELEMENT_BYTES = {0: 1, 2: 4, 6: 2, 7: 4, 9: 2, 11: 4}  # of a CUtensorMapDataType (cuda.h)
 
 Words: TypeAlias = "tuple[tuple[str, str], ...]"  # (name, kind): ptr, i32, i64, desc2, desc3, desc4
@@ -78,7 +78,7 @@ class TensorMaps:
     ) -> tuple[int, bytes, bool]:
         """The first eight bytes of a descriptor as a number, the rest, and whether those are of any address.
 
-        They are if the driver puts the address first and nothing else hangs on it. (PTX's tensormap.replace changes
+        They are if the driver puts the address first and nothing else depends on it. (PTX's tensormap.replace changes
         the address alone, too.) That is asked of the driver once, by a second descriptor.
         """
         encoded = self.known.get(key) or self.encode(key, sizes, strides)
@@ -424,7 +424,7 @@ class ProductLauncher(Launcher):
         shifts = shifts_of(behind, [name for name, passed in zip(names, there, strict=False) if passed])
         values, grid, layout, blocks = self._numbers(numbers), self._grid, self._layout, self._blocks
         packed, constant = layout.launch([True, True, True, *there])
-        # Of each address: what describes it, and the nulls that lie behind it.
+        # For each address: its entry of ``_fills`` or None, and the null arguments that follow it.
         words: list[tuple[Any, list[int]]] = []
         for at, passed in enumerate(there):
             if passed:
@@ -438,9 +438,9 @@ class ProductLauncher(Launcher):
         sized: dict[int, _Sized] = {}
 
         def size(M: int, addresses: list[int]) -> _Sized:
-            """Pack what all launches of M rows share. It is kept, unless a descriptor's other words need its address.
+            """Pack what all launches of M rows share; cached, unless a descriptor's other words depend on its address.
 
-            The first words of such descriptors take the place of their addresses.
+            In ``addresses``, addresses of described operands become the first words of their descriptors.
             """
             end, behind, any_address = M if all_rows else index_end, [], True
             head = layout.head.pack(M, end, *values, grid(M, end), layout.tail)

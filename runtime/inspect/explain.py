@@ -429,9 +429,9 @@ def explain_on(
         answer = replace(answer, order=str(summed(best.usable, best.variant, problem)))
     if best is None:
         return answer
-    from ..launch.loader import standing  # here, as it brings all that launches along
+    from ..launch.loader import self_test_text  # here, as it brings all that launches along
 
-    return replace(answer, self_test=standing(best.usable.bundle, best.index, best.variant, local))
+    return replace(answer, self_test=self_test_text(best.usable.bundle, best.index, best.variant, local))
 
 
 def _with_few_rows_of_many(answer: Explanation, *, strict: bool) -> Explanation:
@@ -626,7 +626,7 @@ def _of_codes(problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: i
 def _gathered_first(
     snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: int
 ) -> Ruled | None:
-    """Whether rows are gathered beforehand; None where none are gathered, or no choice of a bundle runs the problem."""
+    """True if rows are gathered beforehand; None if none are gathered, or no bundle's choice runs the problem."""
     if Fusion.GATHER not in problem.fusion:
         return None
     code = problem._replace(fusion=Fusion.GATHER)

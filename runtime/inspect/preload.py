@@ -24,7 +24,7 @@ from ..dispatch.ranking import by_tile, why_not
 from ..dispatch.rowops import ranked
 from ..dispatch.snapshot import Rejected, Snapshot, View
 from ..driver.device import current_device, local_gpu
-from ..launch.loader import loaded, prepare, stands
+from ..launch.loader import loaded, may_run, prepare
 from ..launch.ready import is_by_torch
 from ..locks import at_fork, lock
 from ..ops import layer  # noqa: F401 - most of what a first call imports: it is to be there, too
@@ -82,7 +82,7 @@ def _collect_in_children() -> None:
 
 
 def _nobody_waits() -> None:
-    """In a child of ``fork``: whoever made the collector wait is a thread that it does not have."""
+    """Run in a child of ``fork``: the thread that paused the collector does not exist there."""
     global _waited_for
     if _waited_for and _collected:
         gc.enable()
@@ -188,7 +188,7 @@ def preload(
                 kernels.update(() if other is None else (other.function.handle,))
             by_torch += aligned and not problem.fusion and is_by_torch(problem, bucket, device)
     met = dict.fromkeys(problem for problem, _ in cells)
-    while True:  # each turn but the last finds code that is damaged or wrong: others take its place
+    while True:  # again if code is damaged or wrong: other variants then take its place
         more = (
             *planned_for(cells, snapshot, local),
             *fallbacks_of(met, snapshot, local),
@@ -215,7 +215,7 @@ def _usable(bundle: BundleFile, index: int, device: int, snapshot: Snapshot, loc
     """The handle of a variant that was loaded and is proven; None where it is damaged, or wrong on this GPU."""
     try:
         kernel = loaded(bundle, index, device, local.gpu.sm_count)
-        if stands(bundle, index, kernel, local) is not False:
+        if may_run(bundle, index, kernel, local) is not False:
             return kernel.function.handle
         snapshot.reconsider()
     except BundleError as error:
@@ -226,7 +226,7 @@ def _usable(bundle: BundleFile, index: int, device: int, snapshot: Snapshot, loc
 def planned_for(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
     """Every variant that the bundles' plans have for some call of a cell, in place of the cell's own choice."""
     all_cells = list(cells)
-    while True:  # each turn drops a bundle
+    while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             return list(
                 dict.fromkeys(
@@ -261,7 +261,7 @@ def cells_of(wanted: Mapping[Problem, Iterable[int]], snapshot: Snapshot, local:
 
 def fallbacks_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
     """Every variant that a call on tensors that are not aligned could come to: a few of each kind."""
-    while True:  # each turn drops a bundle
+    while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             return list(
                 dict.fromkeys(
@@ -343,10 +343,10 @@ def records_of(names: Sequence[str], view: View, weights: str | None = None) -> 
 
 
 def turned(problems: Sequence[Problem], layout: Layout | None) -> Iterator[Problem]:
-    """The problems with w in this layout, or as they are if None.
+    """The problems, with w in this layout unless it is None.
 
-    dW of a w that is turned has N and K exchanged. How its w lies the problems beside it say, of that layout alone
-    where both are there; where there are none, dW is here in both orders.
+    dW with w in the other layout has N and K exchanged. Which dW belong to ``layout`` follows from the sizes of the
+    forwards and dX; without any of these, dW is yielded in both orders.
     """
     if layout is None:
         yield from problems

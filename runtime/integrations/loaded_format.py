@@ -122,7 +122,7 @@ class LoadedFormat:
 
 
 def scale_of_rows(scale: torch.Tensor, N: int) -> torch.Tensor:
-    """Scales [E, N] of rows: themselves, or those of matrices, or of gate and up, for each row."""
+    """Scales [E, N], one for each row: as they are, or repeated from one a matrix, or one each for gate and up."""
     each = scale.flatten(1) if scale.dim() > 1 else scale[:, None]
     return each.repeat_interleave(N // each.shape[1], 1) if each.shape[1] < N else each
 

@@ -51,7 +51,7 @@ class PlugIn:
 
     @property
     def everywhere(self) -> bool:
-        """Whether the switch asks for every layer that pretuned can run, measured or not."""
+        """True if the switch asks for every layer that pretuned can run, measured or not."""
         return self._said() in ("1", "true")
 
     def _said(self) -> str:

@@ -53,7 +53,7 @@ def received_rows(tokens: int, top_k: int, here: int, experts: int, shared: int 
 class ServedLayer(NamedTuple):
     """One rank's part of a layer: ``E`` experts of [H -> I -> H], ``top_k`` of all ranks' for each token.
 
-    All ranks have ``experts``, or 0 stands for E. ``shared`` of E, which every token chooses, are on each rank.
+    All ranks have ``experts`` together; 0 means E. ``shared`` of E are on each rank, and every token chooses them.
 
     ``dtype`` is that of the weights, as their checkpoint has them. Quantised ones are padded to ``width`` when they are
     prepared, if I is no multiple of 64.
@@ -80,7 +80,7 @@ class ServedLayer(NamedTuple):
 
     @property
     def problems(self) -> tuple[Problem, Problem]:
-        """Its two products, of gate and up together, and down, that leave x as it is: they run any number of rows."""
+        """The layer's two forwards with bf16 x: gate and up together, and down."""
         return self.products(self.width)
 
     def products(self, width: int) -> tuple[Problem, Problem]:
@@ -90,7 +90,7 @@ class ServedLayer(NamedTuple):
 
     @property
     def all_problems(self) -> tuple[Problem, ...]:
-        """These, and those whose x is quantised, too, where the checkpoint says so and codes in order have such."""
+        """``problems``, also with quantised x if the checkpoint asks for it and prepared weights support it."""
         dtypes = [dtype for dtype in dtypes_of(self.dtype.value) if not dtype.quantises_x or dtype in CODE_OPS]
         return tuple(problem for dtype in dtypes for problem in self._products(dtype, self.width))
 

@@ -62,17 +62,17 @@ def load_first(
 ) -> LoadedKernel | None:
     """The variant that ``choose`` names (a bundle, and its number there), loaded; None where it names none.
 
-    A bundle whose code turns out damaged is dropped with a warning, and ``choose`` asked again; so it is where code is
-    wrong on this GPU (``proof.py``). In a graph capture it is None, too, for code that is not proven yet.
+    If a bundle's code is damaged, the bundle is dropped with a warning and ``choose`` is called again; also if a
+    variant fails its self-test on this GPU (``proof.py``). In a graph capture untested code gives None, too.
     """
-    while True:  # each turn drops a bundle, or a variant
+    while True:  # again if a bundle was dropped, or a variant is wrong
         chosen = choose()
         if chosen is None:
             return None
         usable, index = chosen
         try:
             kernel = loaded(usable.bundle, index, device, local.gpu.sm_count)
-            tested = stands(usable.bundle, index, kernel, local)
+            tested = may_run(usable.bundle, index, kernel, local)
         except BundleError as error:
             snapshot.reject(usable.bundle, error)
             continue
@@ -85,10 +85,10 @@ def load_first(
 
 
 def judged_on(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) -> Gpu | None:
-    """The GPU of this capability where the variant was run and judged before it was shipped; None where it was not.
+    """The GPU of this capability that the variant was measured and tested on before it shipped; None if on none.
 
-    What no choice can name, fallbacks for tensors that are not aligned and passes over rows, is run by this project's
-    own tests, on the capabilities that they have.
+    Fallbacks and row kernels, which no choice can name, are tested by this project's own tests, on the capabilities
+    that these run on.
     """
     if bundle.target.sm != local.sm or not bundle.gpus:
         return None
@@ -98,7 +98,7 @@ def judged_on(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu)
     return bundle.judged_on(index)
 
 
-def standing(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) -> str:
+def self_test_text(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) -> str:
     """The variant's self-test result on this GPU, as a phrase."""
     gpu = judged_on(bundle, index, variant, local)
     if gpu is not None:
@@ -113,7 +113,7 @@ def standing(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) 
     return f"failed its self-test on this GPU on {result.day}: {result.why}"
 
 
-def stands(bundle: BundleFile, index: int, kernel: LoadedKernel, local: LocalGpu) -> bool | None:
+def may_run(bundle: BundleFile, index: int, kernel: LoadedKernel, local: LocalGpu) -> bool | None:
     """True if a variant may be used: it was measured on this capability, or passes its self-test, run now if necessary.
 
     False if it is wrong or can't be tested; None during a graph capture, where no test can run.
@@ -151,8 +151,8 @@ def stands(bundle: BundleFile, index: int, kernel: LoadedKernel, local: LocalGpu
 def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> LoadedKernel:
     """Variant ``index`` of a bundle on ``cuda:device``. Legal inside a graph capture.
 
-    The same variant of another bundle (two that were built of the same candidates) is the same kernel: that bundle's
-    own copy of the code is then not read, whatever became of it.
+    If another bundle with an equal variant is loaded, like one built from the same candidates, its kernel is used, and
+    this bundle's copy of the code is not read.
 
     Raises
     ------
@@ -169,7 +169,7 @@ def loaded(bundle: BundleFile, index: int, device: int, sm_count: int) -> Loaded
         with lock("loading"):
             kernel = there.places.get(key)
             if kernel is None:
-                variant = bundle.variant(index)  # (all that is said of it, its cubin's sha256 too)
+                variant = bundle.variant(index)  # the whole record, with its cubin's sha256
                 kernel = there.kernels.get(variant)
                 if kernel is None:
                     kernel = there.kernels[variant] = _load(bundle, index, variant, device, sm_count)
@@ -194,7 +194,7 @@ def _load(bundle: BundleFile, index: int, variant: Variant, device: int, sm_coun
 
 
 def loaded_count() -> int:
-    """How many cubins this process has loaded, over all devices."""
+    """The number of cubins that this process has loaded, on all GPUs."""
     return sum(len(device.kernels) for device in devices.values())
 
 
@@ -217,7 +217,7 @@ def pinned_kernel(pin: Pin, problem: Problem, device: int, *, aligned: bool) -> 
     named = pin
 
     def choose() -> tuple[Usable, int]:
-        while True:  # each turn drops a bundle
+        while True:  # again if ``Rejected`` has dropped a bundle
             with contextlib.suppress(Rejected):
                 return find(snapshot, named, problem, local, aligned=aligned)
 

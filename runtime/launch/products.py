@@ -75,7 +75,7 @@ def operands_of(w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | Non
     operands = {"w": w.codes, "w_scale": w.kernel_scale if w.is_prepared else None, "w_outer": w.outer_scale}
     operands["w_zero"], plain = w.zero, w.plain_scale
     if all(plain is not operand for operand in operands.values()):  # else two operands would be one tensor
-        operands["w_scales"] = plain  # as they are, beside those that are made of them
+        operands["w_plain_scale"] = plain  # also the scales as they are, not only those derived for kernels
     return operands
 
 
@@ -83,8 +83,8 @@ def _plain_scale(w: ExpertWeights) -> str:
     """The name of the operand that is ``w.plain_scale``."""
     operands = operands_of(w)
     return (
-        "w_scales"
-        if "w_scales" in operands
+        "w_plain_scale"
+        if "w_plain_scale" in operands
         else next(name for name, tensor in operands.items() if tensor is w.plain_scale)
     )
 
@@ -253,7 +253,7 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
 def _quantised_product(
     ready: Ready, quantize: RowOpLauncher, call: Rows, fusion: Fusion, words: tuple[int, int]
 ) -> Product:
-    """A product of codes that the row kernel ``quantize`` makes of x, or orders; ``words`` are as in ``_of_codes``."""
+    """The row kernel ``quantize`` (quantises x, or orders its codes), then the GEMM. ``words``: see ``_of_codes``."""
     from . import gather as launch_gather
     from . import rowops
     from .quantised import order_step, quantize_step
@@ -276,7 +276,7 @@ def _quantised_product(
 
 
 def _of_codes(ready: Ready, before: Step, call: Rows, left: Fusion, words: tuple[int, int]) -> Product:
-    """A product of codes that the step ``before`` makes of x, which gathers its rows where the call does.
+    """The step ``before``, which makes x's codes and gathers rows if the call does, then the GEMM.
 
     ``left`` is what else the call does; ``words`` are the stride of y's rows and where indices end.
     """

@@ -43,16 +43,15 @@ _TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards
 
 
 def replays(dtype: torch.dtype) -> bool:
-    """Whether layers and gradients of a dtype have plans."""
+    """True if layers and gradients of a dtype have plans."""
     return dtype in KINDS
 
 
 class Step(NamedTuple):
     """One launch, prepared except for its addresses and its number of rows.
 
-    ``run(M, stream, *addresses)`` launches it for M sorted rows; ``operands`` names what begins at these addresses, 0
-    stands for none. ``name`` is what people are told. Without ``scales`` it has sizes beside M of the call that it was
-    made for.
+    ``run(M, stream, *addresses)`` launches it for M sorted rows. ``operands`` names the tensors at these addresses, 0
+    is none. ``name`` is for people. Without ``scales`` it depends on sizes of its call other than M.
     """
 
     run: Callable[..., None]
@@ -107,17 +106,17 @@ class Now:
         return function(*tensors)
 
     def unplanned(self) -> None:
-        """Note that the rest of the call is done by other means, so that it has no program."""
+        """Note that a part of the call is not run through this executor: the call can't be recorded."""
 
 
 NOW = Now()
 
 
 class Recorder(Now):
-    """Does each thing as it is asked, and records it.
+    """Runs each step at once, and records it.
 
-    ``inputs`` are the tensors of the call, of ``M`` sorted rows. Where the program ``varies`` it is for any number of
-    rows. A tensor is known by where it begins, as long as it lives.
+    ``inputs`` are the call's tensors, with ``M`` sorted rows. With ``varies`` the program is for any number of rows. A
+    tensor is identified by its address while it lives.
     """
 
     def __init__(self, M: int, inputs: Sequence[torch.Tensor | None], *, varies: bool) -> None:
@@ -214,14 +213,13 @@ _Noted: TypeAlias = "_New | _Run | _Apply"
 
 
 class Program:
-    """The steps of a call, for others that are like it. It keeps no tensor, and any thread may run it.
+    """The recorded steps of a call, for calls like it. It keeps no tensor, and any thread may run it.
 
-    ``run(M, stream, inputs)`` runs it on other tensors in the places of those that it was written down for, none of
-    which may be missing, and returns what it comes to, None for what the first call had none of. Memory that no later
-    step reads is given back as soon as the last one is launched.
+    ``run(M, stream, inputs)`` runs the steps on ``inputs``, tensors in the places of the recorded call's, and returns
+    the results, None where that call had none. Memory is freed after the last step that reads it is launched.
 
-    It is run as one function in Python, which is compiled of what was written down: a loop over it takes a layer an
-    eighth longer (docs/inside/trials.md, programs).
+    The steps are compiled to one Python function: a loop over them makes a layer's call an eighth longer
+    (docs/inside/trials.md, programs).
     """
 
     __slots__ = ("run", "single", "steps")
@@ -237,7 +235,7 @@ class Program:
 
 
 class SingleLaunch(NamedTuple):
-    """A program of one launch: what it reads, by place among the tensors given (from 1 on), and its new memory."""
+    """A program of one launch: the slots that it reads (inputs are 1, 2, ...), and the memory that it allocates."""
 
     run: Callable[..., None]
     reads: tuple[int, ...]
@@ -258,9 +256,9 @@ def _compiled(source: str) -> Any:
 
 
 def _source(written: Sequence[_Noted], inputs: int, results: tuple[int, ...], names: dict[str, Any]) -> str:
-    """The function, a line for each thing that was done: ``t3`` is a tensor, ``a3`` where it begins.
+    """The source of ``run``, a line for each recorded step: ``t3`` is the tensor of slot 3, ``a3`` its address.
 
-    ``names`` gets what its lines call.
+    ``names`` gets the functions that the lines call.
     """
     last = {slot: at for at, noted in enumerate(written) for slot in noted.reads if slot > inputs}
     lines = [", ".join(f"t{slot}" for slot in range(1, inputs + 1)) + ", = inputs"]
@@ -293,9 +291,9 @@ def _source(written: Sequence[_Noted], inputs: int, results: tuple[int, ...], na
 
 
 def guard(*tensors: torch.Tensor, loose: Collection[int] = ()) -> Guard | None:
-    """A check that these tensors pass, and others only if they differ from them in address and content.
+    """A check that passes for tensors with these tensors' dtypes, shapes, strides and devices; None if torch has none.
 
-    Those whose place is in ``loose`` may have any number of rows. Of more than two dimensions the last one counts.
+    Tensors whose place is in ``loose`` may have any number of rows; with more than two dimensions only the last counts.
     """
     if _TensorGuards is None:
         return None

@@ -1,9 +1,9 @@
 """Self-test of kernels that were never run on a GPU's capability: a small GEMM, compared with torch.
 
 A bundle says where a variant was measured, and so tested (``BundleFile.judged_on``). On any other capability, and
-for code that no measurement ran, the first use on a machine is a trial of some milliseconds on that very GPU
-(``trials.py`` and here; ``loader.stands`` asks for it). What it shows is kept (``runtime/verdicts.py``). Code that is
-wrong is left out from then on: dispatch takes another choice, or torch. In a graph capture nothing can be tried:
+for code that was never measured, ``loader.may_run`` runs a self-test before the first use on a machine: some
+milliseconds on that GPU (``trials.py`` for row kernels, this file for GEMMs). ``runtime/verdicts.py`` keeps the result.
+A wrong variant is not used from then on: dispatch selects another, or torch. In a graph capture no test can run, so
 untested code is not used.
 
 Only a wrong result, a fault of the GPU or a hang makes code wrong. A test that fails otherwise says nothing about the

@@ -114,7 +114,7 @@ def ready_for_activated(call: Rows, w: ExpertWeights, y: torch.Tensor | None = N
     h, device, (_, N, K) = call.x, call.x.get_device(), w.shape
     if CODE_OPS.keys().isdisjoint(w.kernel_dtypes) or not is_aligned(ALIGNMENT_BYTES, h.data_ptr()):
         return None
-    # (Rows as those that the two would be: which product it is, and its place in the table, are those of such a call.)
+    # Use the unfused call's key, so that both share one entry of the table.
     call = call._replace(x=h.new_empty((1, K)), zero_tail=False)
     ready = ready_for_quantised(call, w, h.new_empty((1, N)) if y is None else y)
     if ready is None or ready.quantize is None:
@@ -241,7 +241,7 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Read
     def build() -> Ready | None:
         problem = problem_of(call.op, x, E, N, K, layout, fusion, w.kernel_dtypes[-1])
         if platform_supported() and (both := _by_codes(problem, w.kernel_dtypes)) is not None:
-            kernel = _verdicts_kernel(both, problem.dtype, call, device, 0, aligned=aligned)
+            kernel = _kernel_for_codes(both, problem.dtype, call, device, 0, aligned=aligned)
             if kernel is not None:
                 from .gemm import Fused
 
@@ -267,8 +267,8 @@ def _by_codes(problem: Problem, dtypes: tuple[DType, ...]) -> Problem | None:
 def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
     """A forward's kernel for prepared weights.
 
-    Rows are gathered beforehand: no code of these does. Of weights whose checkpoints quantise x, too, the first of two
-    dtypes is that of products that have it so.
+    Rows are gathered beforehand, as no such kernel gathers. If the checkpoint asks for quantised x, ``kernel_dtypes``
+    has two dtypes, and the first is with quantised x.
     """
     x, m_sizes, dtypes = call.x, call.m_sizes, w.kernel_dtypes
     (E, N, K), device = w.shape, x.get_device()
@@ -288,7 +288,7 @@ def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
         raise InputError("grouped_gemm: x has rows that lie apart, which can't be quantised: pass x.contiguous()")
     codes = dtypes[0] if quantises and dense else None
     fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
-    key = ("mixed", *fixed, call.bucket, device, first, codes is None, call.pin)
+    key = ("prepared", *fixed, call.bucket, device, first, codes is None, call.pin)
 
     def build() -> Ready | None:
         problem = problem_of(call.op, x, E, N, K, Layout.NK, fusion, dtypes[-1])
@@ -313,15 +313,15 @@ def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
 
 
 def _always_quantises() -> bool:
-    """Whether the batch-invariant mode is to quantise x of every call."""
+    """True if the batch-invariant mode quantises x in every call (``quantize_x``)."""
     invariance = dispatch_snapshot.snapshot().invariance
     return invariance is not None and invariance.quantize_x
 
 
 def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Ready | None:
-    """A kernel for a product of codes after the pass that quantises x; None where one that leaves x is to run."""
+    """A GEMM with quantised x, after a row kernel that quantises it; None if the kernel with bf16 x shall run."""
     device = call.x.get_device()
-    kernel = _verdicts_kernel(problem, other, call, device, call.gather_divisor)
+    kernel = _kernel_for_codes(problem, other, call, device, call.gather_divisor)
     if kernel is None:
         return None
     quantize = rowops.launcher(CODE_OPS[problem.dtype].quantize, DType.BF16, device, aligned=True)
@@ -330,7 +330,7 @@ def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Ready
     return of_rows(kernel, problem, call, fused)._replace(quantize=quantize)
 
 
-def _verdicts_kernel(
+def _kernel_for_codes(
     problem: Problem, other: DType, call: Rows, device: int, top_k: int, *, aligned: bool = True
 ) -> LoadedKernel | None:
     """The variant for quantised x, loaded on ``cuda:device``; None where x stays as it is.

@@ -304,7 +304,7 @@ def name_of(problem: Problem, kernel: LoadedKernel) -> str:
 def kept(key: tuple[object, ...], build: Callable[[], Ready | None]) -> Ready | None:
     snapshot = dispatch_snapshot.snapshot()
     table = snapshot.launchers
-    cached: Any = table.get(key, _UNKNOWN)  # one look: another thread may clear the table after it
+    cached: Any = table.get(key, _UNKNOWN)  # read once: another thread may clear the table
     if cached is _UNKNOWN:
         if len(table) >= _MOST_LAUNCHERS:
             table.clear()

@@ -108,7 +108,7 @@ def forward(h: torch.Tensor, act: RowActivation, bounds: torch.Tensor | None = N
 
 
 class Needs(NamedTuple):
-    """Which results of ``gradient`` are wanted."""
+    """The results of ``gradient`` that are needed."""
 
     dh: bool = True
     a: bool = False
@@ -132,7 +132,7 @@ def gradient(
     h [M, 2*I] or [M, I], da [M, I]; t = weights[index[i]] with ``weights``, by index in h's dtype or float32, else 1.
     ``index`` [M] is a permutation. With ``bounds`` rows of no expert get dweights of zero, and in dh and a they hold
     anything. dweights are float32 (float64 beside float64); with ``narrow`` they may be of the weights' dtype. None
-    stands for what is not needed.
+    for results that are not needed.
     """
     M, I = da.shape  # noqa: E741
     h, da = h.contiguous(), da.contiguous()

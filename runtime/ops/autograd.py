@@ -188,7 +188,7 @@ apply_adapted: Callable[..., torch.Tensor] = super(torch.autograd.Function, Adap
 
 
 def wanted(needs_input_grad: tuple[bool, ...], form: Form) -> Needs:
-    """Which gradients to compute: of x, w, topk_weights, bias. dX_only and dW_only leave one."""
+    """True for each gradient to compute: x, w, topk_weights, bias. dX_only and dW_only leave only one."""
     x, w, _, weights, bias = needs_input_grad[:5]
     if form.only_dx:
         return x, False, False, False

@@ -183,8 +183,8 @@ def grad_w_and_bias(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dw as w lies, dense (with x, ``sorted_x``), and dbias [E, N]: dW with ones for x. Without rows it is zero.
 
-    Rows among an expert's whose index takes no part are zero in the factor that is gathered; the other, which stands
-    sorted, has to be finite there: a mask over it would cost every call a pass.
+    Rows whose index is out of range are zero in the gathered operand. The sorted operand must be finite there: masking
+    it would cost every call a launch.
     """
     form, index, flat = call.form, call.fusions.index, call.flat_weights(dy.rows)
     rows_dy = _scaled(call, dy.gathered, flat)

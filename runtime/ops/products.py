@@ -150,7 +150,7 @@ def _columns(y: torch.Tensor, N: int) -> torch.Tensor:
 
 
 def _on_cuda(call: Rows, y: torch.Tensor, end: int, do: Now = NOW) -> None:
-    """By one kernel, or with what no kernel here does taken out of it and done by torch."""
+    """Run the product by one kernel; if there is none, torch does the fusions that no kernel has, or all of it."""
     if _launch_rows(call, y, do):
         return
     from ...kernels import reference

@@ -27,7 +27,7 @@ def tell_reference(device: str) -> None:
 
 
 def ends_of(m_sizes: torch.Tensor, M: int) -> torch.Tensor:
-    """Where each expert's rows end, int32 [E], in [0, M] and ascending whatever the counts are. In three launches."""
+    """The end row of each expert, int32 [E]: ascending and in [0, M] for any m_sizes. Takes three launches."""
     narrow = m_sizes.shape[0] * M < 1 << 31
     ends = m_sizes.clamp(0, M).cumsum(0, dtype=torch.int32 if narrow else torch.int64)
     return ends.clamp_(max=M).to(torch.int32)
@@ -72,10 +72,10 @@ def on_cuda(
     sm: int,
     aligned: bool,
 ) -> None:
-    """Fills y [M, N] through torch, rows past the sum of m_sizes untouched.
+    """Write y[g] = x[g] @ w[g].T to y [M, N] by torch; rows past the sum of m_sizes stay.
 
-    Without a synchronisation where torch has a kernel for it (bf16 on 9.x and 10.x); elsewhere a loop
-    over the experts, which reads m_sizes on the host.
+    By torch's grouped_mm, if it needs no synchronisation (bf16 on capabilities 9.x and 10.x); else by a loop over
+    experts, which reads m_sizes on the host.
 
     Raises
     ------
@@ -114,7 +114,7 @@ def store(
 ) -> None:
     """y[to(m)] = weight(m) * (product[m] + bias[expert of m]), as ``reference.rows`` does; other rows of y stay.
 
-    ``gathered``: the product's rows were found by ``index``, so one out of range has none.
+    ``gathered``: x was gathered by ``index``, so a row whose index is out of range has no product.
     """
     M = product.shape[0]
     if bias is not None:

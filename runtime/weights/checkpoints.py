@@ -44,7 +44,7 @@ _ALIASES = {
     "modelopt_fp4": "modelopt",
 }
 _LONGEST_NAME = 1000  # characters
-_IGNORED = ("bias", "input_scale", "input_global_scale")  # scales of x are made in the call
+_IGNORED = ("bias", "input_scale", "input_global_scale")  # x's scales are computed in each call
 _EMPTY = ("qzeros", "g_idx", "weight_zero_point", "weight_g_idx")  # ignored if empty
 _MULTIPLIES = ("pre_quant_scale", "w_bf16_to_fp8_scale")  # tensors that scale x or w once more: no format here has them
 _BLOCKS = ([packings.BLOCK] * 2, (packings.BLOCK,) * 2)
@@ -192,7 +192,7 @@ def _in_order(projections: dict[str, Suffixes], expert: int | None) -> dict[str,
 
 
 def _stacked(readers: list[_Reader], named: list[list[_Matrix]]) -> Quantised:
-    """All experts' matrices in one, each copied once where they are not one already."""
+    """Stack all experts' matrices; copies each once, unless the checkpoint has them stacked."""
     out: list[torch.Tensor | None] = []
     remaining = iter(readers)
     for expert, matrices in enumerate(named):
@@ -304,7 +304,7 @@ def _settings(config: Mapping[str, Any], modules: list[tuple[str, ...]]) -> list
 
 
 def _reader(config: Mapping[str, Any], module: str) -> _Reader:
-    """How a module with these settings is read."""
+    """The reader of a module with these settings."""
     method = config.get("quant_method") or ("modelopt" if "quant_algo" in config else None)
     if config.get("expert_dtype") == "fp4":
         return _Reader("mxfp4", packings.deepseek_fp4)
@@ -355,7 +355,7 @@ def _gptq(config: Mapping[str, Any], module: str) -> _Reader:
 
 
 def gptq_zeros(config: Mapping[str, Any]) -> tuple[bool, bool]:
-    """How a GPTQ checkpoint with this config stores zero points: ``less_one`` and ``by_word`` of ``packings.gptq``.
+    """(``less_one``, ``by_word``) of ``packings.gptq``: how a checkpoint with this config stores zero points.
 
     AutoGPTQ's and GPTQModel's tensors. https://github.com/ModelCloud/GPTQModel, quantization/config.py
     """

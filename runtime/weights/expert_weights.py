@@ -349,7 +349,7 @@ class ExpertWeights:
                 scale = writing.prepared_scale(self.format, self.scale) if moves else self.scale
                 zero = None if self.zero is None else writing.prepared_scale(self.format, self.zero)
             prepared = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
-            _ = prepared.kernel_scale  # made now: not in a graph capture
+            _ = prepared.kernel_scale  # derive it now: a graph capture can't
             released, self.__dict__ = self.__dict__, {"format": self.format, "_prepared": prepared}
             synchronize(codes)  # also waits for calls that read the old tensors, before their memory is reused
             del released
@@ -562,7 +562,7 @@ class ExpertWeights:
 
     @property
     def outer_scale(self) -> torch.Tensor | None:
-        """The scales that kernels multiply sums by: of experts [E], or of y's columns [E, N]; else None."""
+        """The scales that kernels multiply sums by: [E], one an expert, or [E, N], one for a column of y; else None."""
         return self.scale if self.scale.dim() == 2 else self.global_scale
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> ExpertWeights:
@@ -625,7 +625,7 @@ class ExpertWeights:
         return f"ExpertWeights({self.format}, E={E}, N={N}, K={K}, device={str(self.device)!r}{prepared})"
 
     def _has_room(self, order: CodeOrder) -> bool:
-        """Whether these weights can be prepared; NaN among their codes is logged."""
+        """True if these weights can be prepared; NaN among their codes is logged."""
         if not order.fits(self._quantised):
             return False
         if not _has_nan(self):
@@ -834,5 +834,5 @@ def _check_prepared(weights: ExpertWeights) -> None:
 
 
 def key_of(w: torch.Tensor | ExpertWeights) -> tuple[object, ...]:
-    """By what a plan is found for these weights: where they begin; of quantised ones what they are, too."""
+    """The part of a plan's key that is from w: its address, and the format if it is quantised."""
     return (w.codes.data_ptr(), w.format) if isinstance(w, ExpertWeights) else (w.data_ptr(),)

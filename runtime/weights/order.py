@@ -88,7 +88,7 @@ class CodeOrder(NamedTuple):
     stored_zero: _Move | None = None
 
     def moves(self, scale: torch.Tensor) -> bool:
-        """Whether scales of this dtype are moved with the codes."""
+        """True if scales of this dtype are moved with the codes."""
         return scale.dtype is self.scale_dtype
 
 

@@ -99,7 +99,7 @@ def _codes(
 def _filled(tensor: torch.Tensor, rows: int, columns: int, parts: int, value: int) -> torch.Tensor:
     """[E, N, C] as [E, parts * rows, columns], with ``value`` where there was nothing."""
     E, N, C = tensor.shape
-    if tensor.dtype is torch.float8_e4m3fn:  # as bytes, for not every torch can fill it
+    if tensor.dtype is torch.float8_e4m3fn:  # as bytes: some torch versions can't fill e4m3
         e4m3_one = 0x38  # 1.0
         return _filled(tensor.view(torch.uint8), rows, columns, parts, e4m3_one if value else 0).view(tensor.dtype)
     filled = tensor.new_full((E, parts, rows, columns), value)

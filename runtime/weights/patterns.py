@@ -108,7 +108,7 @@ def _repeats(expression: str) -> int:
 
 
 def _ways(expression: str) -> int:
-    """How many paths a match may take through the groups, at most."""
+    """The most paths that a match may take through the groups."""
     groups = math.prod(1 + group.count("|") for group in re.findall(r"\(([^()]*)\)", expression))
     return int(groups * (1 + expression.count("|")) * 2 ** len(re.findall(r"(?<!\()\?", expression)))
 

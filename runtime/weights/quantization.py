@@ -77,7 +77,7 @@ def by_module(
 
 
 def grouped(settings: Mapping[str, Any]) -> bool:
-    """Whether ``config_groups`` decides: in compressed-tensors, and in modelopt where no recipe is named."""
+    """True if ``config_groups`` decides: in compressed-tensors, and in modelopt without a named recipe."""
     method = settings.get("quant_method")
     by_group = method == "compressed-tensors" or (method == "modelopt" and not settings.get("quant_algo"))
     return by_group and bool(settings.get("config_groups"))
@@ -165,7 +165,7 @@ def _first(
 
 
 def _ends(name: str) -> Iterable[str]:
-    """A dotted name, and what stands before or behind each of its dots."""
+    """A dotted name, and its parts before and after each dot."""
     yield name
     for i, letter in enumerate(name):
         if letter == ".":

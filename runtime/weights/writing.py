@@ -135,7 +135,7 @@ def _written(tensor: torch.Tensor | None) -> None:
 
 
 def by_kernel(format: str, weights: Quantised, w: torch.Tensor, *, prepared: bool) -> bool:
-    """Write the numbers of weights to w [E, N, K], if a kernel does."""
+    """Dequantise the weights to w [E, N, K] by a kernel; False if there is none."""
     return kernels is not None and w.is_cuda and kernels.dequantise(format, weights, w, prepared=prepared)
 
 

@@ -102,7 +102,7 @@ def restored(restore: Callable[..., Any], method: Any, layer: Any) -> Any:
 
 
 def called(apply: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
-    """SGLang's ``apply``, and pretuned's."""
+    """SGLang's ``apply``, or pretuned's for layers that pretuned runs."""
     ours = _experts(layer)
     return apply(method, layer, dispatch_output) if ours is None else ours.run(layer, dispatch_output)
 

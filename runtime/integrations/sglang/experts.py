@@ -101,7 +101,7 @@ def _runner(config: Any) -> Any:
 
 
 def refusal(method: Any, layer: Any, config: Any, format: Packing | str | None, *, everywhere: bool) -> str | None:
-    """Why a layer with this MoeRunnerConfig is none of pretuned's; None if it is. ``format``: of quantised weights."""
+    """Why pretuned does not run a layer with this config; None if it does. ``format``: of quantised weights."""
     own, asked, settings = method.get_moe_runner_backend(layer), _asked(), _settings()
     if isinstance(format, str):
         return format
@@ -340,7 +340,7 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
 
     @property
     def runner_backend(self) -> Any:
-        """Its name in SGLang's registry."""
+        """The runner's name in SGLang's registry."""
         return resolve_moe_runner_backend(NAME)
 
     def run_from_dispatch(self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None) -> Any:

@@ -63,10 +63,10 @@ _log = logging.getLogger(__name__)
 def register() -> None:
     """Make ``experts_implementation="pretuned"`` known to transformers. A second call does nothing.
 
-    What an experts' module of a model made from now on needs is prepared when it comes to a GPU (``prepare``), not in
-    the first step: as ``from_pretrained(device_map=...)`` puts it there, and ``model.to``. Experts of checkpoints of
-    compressed-tensors stay codes (``keep_compressed_tensors``). What pretuned can't run is left to the module's own
-    code, logged once with the reason; ``PRETUNED_STRICT=1`` makes that an error. One line a model at level INFO has the
+    Experts of models made from now on are prepared when they come to a GPU (``prepare``), by
+    ``from_pretrained(device_map=...)`` or ``model.to``, not in the first step. Experts of compressed-tensors'
+    checkpoints stay quantised (``keep_compressed_tensors``). If pretuned can't run a module, its own code does, and the
+    reason is logged once; ``PRETUNED_STRICT=1`` makes that an error. One line a model at level INFO has the
     layers that pretuned runs (``usage.py``).
 
     Raises
@@ -438,7 +438,7 @@ def _check_held(experts: Any, name: str, many: int) -> None:
     """Raise InputError if the ids are counted by another number of experts than there are here."""
     held = getattr(experts, "num_experts", None)
     if getattr(experts, "_is_expert_parallel", False) and held is not None and held != many:
-        # The ids count from the module's number: one that stands for an expert elsewhere would be one of these.
+        # Ids are relative to this rank's experts: an id of another rank's expert would select one of these.
         bad(
             name,
             f"{many} experts",

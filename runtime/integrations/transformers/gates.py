@@ -84,7 +84,7 @@ def _silu_of_act_fn(experts: Any, name: str, **numbers: str) -> Activation | Non
 
 
 def _of_fp8(experts: Any) -> Activation | None:
-    """The activation of transformers' own fp8 experts, whose gate is for all models."""
+    """The activation of transformers' own fp8 experts, which is one for all models."""
     if getattr(experts, "gate_softcap", None) is not None:
         return _with_numbers(experts, "situ", beta="gate_softcap", linear_beta="up_softcap")
     if getattr(experts, "swiglu_alpha", None) is not None:
@@ -207,7 +207,7 @@ def _own(function: Any, digests: Collection[str]) -> _Own | None:
 
 
 def _holds(own: _Own, function: FunctionType) -> bool:
-    """Whether neither the function's code nor what it reads was replaced."""
+    """True if the function's code, and the objects that it reads, are still the recognised ones."""
     if function.__code__ is not own.code:
         return False
     return all([space.get(name) is meant for space, name, meant in own.reads])  # noqa: C419 (of a generator it is slow)
@@ -245,7 +245,7 @@ def _reads(function: FunctionType) -> tuple[_Read, ...] | None:
 
 
 def _is_torch_s(name: str, value: object) -> bool:
-    """Whether a function is torch's own of this name, or a module, type or dtype torch's."""
+    """True if a value is torch's own function of this name, or a module, type or dtype of torch."""
     if isinstance(value, FunctionType):
         return value.__globals__ is vars(functional) and value.__code__.co_name == name
     if isinstance(value, ModuleType):

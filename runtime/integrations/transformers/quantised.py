@@ -110,7 +110,7 @@ def _known(experts: Any) -> _Known:
 
 def _parameters(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor, str] | None:
     """A product's codes and scales, and the name of the codes; None where they are not quantised."""
-    parameters = experts.__dict__.get("_parameters", {})  # one look: another thread may exchange it
+    parameters = experts.__dict__.get("_parameters", {})  # read once: another thread may replace it
     for codes_end, scale_end in ENDS:  # the scale first: to read w that has an adapter of PEFT's makes W + s B A
         scale = parameters.get(name + scale_end, None)
         scale = getattr(experts, name + scale_end, None) if scale is None else scale
@@ -234,7 +234,7 @@ def _weights(codes: torch.Tensor, scale: torch.Tensor, *, by_matrix: bool = Fals
 
 
 def _int4_format(codes: torch.Tensor, scale: torch.Tensor) -> str:
-    """By the shapes. InputError where they are of no group."""
+    """The int4 format that the shapes fit; InputError if they fit none."""
     if codes.dim() != PREPARED_DIMS:
         return int4_format(codes.view(torch.uint8), scale, None)
     K, groups = codes.shape[2] * 64, scale.shape[2] * (scale.shape[-1] if scale.dim() == 5 else 1)
@@ -269,7 +269,7 @@ def _is_lent(experts: Any) -> bool:
 
 
 def _is_gathered(experts: Any) -> bool:
-    """Whether FSDP2 gathers the module's parameters for each forward.
+    """True if FSDP2 gathers the module's parameters for each forward.
 
     Only torch's private records say so. If another torch has others, experts are prepared in vain, once.
     """
@@ -323,7 +323,7 @@ def _exchange(experts: Any, replaced: dict[str, torch.nn.Parameter]) -> None:
 
 
 def was_prepared(experts: Any) -> bool:
-    """Whether parameters of the module were prepared once."""
+    """True if parameters of the module were ever prepared."""
     return bool(experts.__dict__.get(_STORED))
 
 

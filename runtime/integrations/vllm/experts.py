@@ -232,7 +232,7 @@ def layer_of(moe: Any, act: RowActivation, dtype: DType | None = None) -> Served
 
 
 def is_batched(moe: Any) -> bool:
-    """Whether the all-to-all of a layer hands over tokens by expert, padded: deepep_low_latency and nixl_ep."""
+    """True if the layer's all-to-all returns tokens grouped by expert and padded: deepep_low_latency, nixl_ep."""
     return bool(moe.moe_parallel_config.use_batched_activation_format)
 
 
@@ -277,9 +277,9 @@ def try_once(experts: Any, layer: Any, w13: torch.Tensor) -> None:
 
 
 class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
-    """One ``moe_mlp`` a layer: sorted, multiplied, weighted and summed over each token's experts.
+    """Runs ``moe_mlp``: sort, multiply, weigh and sum over each token's experts.
 
-    With ``weights`` these are multiplied, whatever a call is given: quantised ones have more than its two tensors.
+    With ``weights`` it uses these, not the two tensors of a call: quantised weights have more tensors.
     """
 
     def __init__(self, moe_config: Any, quant_config: Any, **batched: Any) -> None:
@@ -328,7 +328,7 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         return settings().invariance is not None and bool(current_platform.is_cuda())
 
     def supports_expert_map(self) -> bool:
-        """Whether experts may be on other ranks."""
+        """True: experts may be on other ranks."""
         return True
 
     def finalize_weight_and_reduce_impl(self) -> Any:

@@ -287,7 +287,7 @@ class PretunedQuantisedExperts(PretunedExperts):
 
 
 class PretunedQuantisedBatchedExperts(PretunedBatchedExperts):
-    """Pretuned's experts of such weights, for tokens that an all-to-all hands over by expert."""
+    """pretuned's experts with quantised weights, for tokens that an all-to-all groups by expert."""
 
     def _load(self, moe_config: Any) -> None:
         """Kernels are loaded with the weights, whose dtype says which."""
@@ -309,7 +309,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
     ) -> tuple[int, int]:
-        """The sizes of a rank's parameters: of gpt-oss's, whole groups of 32, as its loader splits them."""
+        """The sizes (H, I) of a rank's parameters. For gpt-oss I is in whole groups of 32, as its loader splits it."""
         H, I = super().maybe_roundup_sizes(  # noqa: E741
             hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
         )
@@ -462,7 +462,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         own.process_weights_after_loading(layer)
 
     def _prepared(self, layer: Any, which: str) -> ExpertWeights:
-        """The weights of one product, in whose place the layer has prepared parameters."""
+        """Prepare one GEMM's weights, put them into the layer's parameters, and return them."""
         loaded = self._tensors(layer, which)
         if self.own is not None:
             self._loaded |= {f"{which}_{end}": loaded[end] for end in self.format.lost}
