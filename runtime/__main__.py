@@ -83,7 +83,7 @@ def _main(options: argparse.Namespace) -> int:
         return 0
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch without it; nothing here needs it
-        from .inspect import doctor, engines, prove  # imports torch
+        from .inspect import doctor, prove
 
     try:
         report: Any = prove.examine() if options.self_test else None
@@ -91,7 +91,7 @@ def _main(options: argparse.Namespace) -> int:
             from .api import batch_invariance  # here, as it brings all that computes along
 
             report = batch_invariance.examine(progress=lambda line: print(line, file=sys.stderr, flush=True))
-        report = report or (engines.examine(options.engine) if options.engine else doctor.examine())
+        report = report or (doctor.examine_engine(options.engine) if options.engine else doctor.examine())
     except PretunedError as error:
         print(f"pretuned: {error}", file=sys.stderr)
         return 1

@@ -28,9 +28,8 @@ from ..plan.families import Pool, to_compile
 from ..plan.plan import BuildPlan, planned_on
 from ..plan.targets import target_of
 from ..process.output import check_out, check_writable, file_name, held
-from .options import BuildOptions, Observers
+from .options import BuildOptions, BuildReport, Built, Dropped, ModelCells, Observers
 from .pick import Picked, Shippable, picked, usable
-from .summary import BuildReport, Built, Dropped, ModelCells
 
 
 def build(

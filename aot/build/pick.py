@@ -37,10 +37,9 @@ from ..plan.families import (
     specs,
 )
 from ..plan.plan import BuildPlan
-from ..process.scratch import scratch_folder
+from ..process.child import scratch_folder
 from ..tune.tuner import Entrants, Outcome
-from .options import BuildOptions, Observers
-from .summary import Dropped
+from .options import BuildOptions, Dropped, Observers
 
 Reject = Callable[[Variant, Arch], str | None]
 

@@ -21,8 +21,7 @@ from ...kernels.chips import chip_named
 from ...runtime import settings
 from ..build.build import build as build_bundles
 from ..build.build import build_measured
-from ..build.options import BuildOptions
-from ..build.summary import BuildReport, Built, ModelCells
+from ..build.options import BuildOptions, BuildReport, Built, ModelCells
 from ..choose.bundle import Ships
 from ..compile.shipped import Shipped
 from ..journal.file import OtherJournal

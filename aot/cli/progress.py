@@ -10,7 +10,7 @@ from typing import Any
 from ...artifacts.limits import printable
 from ..build.options import Observers
 from ..compile.pool import CompileResult
-from ..tune.outcome import TuneObservers
+from ..tune.scheduler import TuneObservers
 from .table import echo
 
 _LINE_EVERY_S = 5.0

@@ -18,8 +18,7 @@ from pathlib import Path
 from ...artifacts.errors import CompileError, HostError
 from ...kernels.rowops import RowOpSpec
 from ...kernels.spec import Spec
-from ..process.child import end_with_parent, how_ended
-from ..process.scratch import scratch_folder
+from ..process.child import end_with_parent, how_ended, scratch_folder
 from .cache import CompileCache
 from .toolchain import unable
 from .triton import Compiled, compile_variant

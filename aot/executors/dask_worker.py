@@ -25,7 +25,7 @@ from ...artifacts.errors import HostError
 from ...artifacts.records import Gpu
 from ..journal.records import DIED, MAX_REASON_CHARS, Failure, from_value, to_value
 from ..measure.job import MeasureJob, MeasureResult, Setup, WorkerInfo, WorkerLost
-from ..process.scratch import scratch_folder
+from ..process.child import scratch_folder
 from .local import JOB_TIMEOUT_S, LocalExecutor, greet, run
 
 _LIMITS = {

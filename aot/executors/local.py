@@ -15,9 +15,8 @@ from ...artifacts.errors import HostError, InputError
 from ..compile.pool import interrupts_held, start_worker, stderr_to
 from ..journal.records import DIED, HUNG
 from ..measure.job import MeasureJob, MeasureResult, Setup, WorkerInfo, WorkerLost
-from ..process.child import how_ended
+from ..process.child import how_ended, scratch_folder
 from ..process.gpus import gpu_count
-from ..process.scratch import scratch_folder
 
 START_TIMEOUT_S = 300.0  # importing torch from a slow disk, and the context
 JOB_TIMEOUT_S = 120.0  # a job takes 0.1 to 5 s

@@ -22,8 +22,7 @@ from ..choose.incumbents import Around, RunsOn
 from ..executors.local import local_gpus
 from ..journal.file import Header, described, open_journal
 from ..measure.job import GpuExecutor, WorkerInfo, WorkerLost, first_line
-from .outcome import CellsDone, Outcome, TuneObservers
-from .scheduler import SAME_GPU, Scheduler
+from .scheduler import SAME_GPU, CellsDone, Outcome, Scheduler, TuneObservers
 from .shortlist import SHARE
 from .space import TuningSpace
 

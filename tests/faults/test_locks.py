@@ -25,7 +25,7 @@ from pretuned.aot.journal.file import Header, open_journal
 from pretuned.aot.models.layer import LayerShard
 from pretuned.aot.plan.plan import plan
 from pretuned.aot.process.output import held
-from pretuned.aot.process.scratch import scratch_folder
+from pretuned.aot.process.child import scratch_folder
 from pretuned.artifacts.errors import PretunedError
 from pretuned.artifacts.locking import lock, reading
 from pretuned.artifacts.publishing import publish

@@ -17,7 +17,7 @@ from pretuned.aot.journal.records import Measured
 from pretuned.aot.journal.timings import Cell
 from pretuned.aot.measure.job import MeasureJob, MeasureResult, Setup, WorkerInfo
 from pretuned.aot.plan.plan import BuildPlan
-from pretuned.aot.process.scratch import scratch_folder
+from pretuned.aot.process.child import scratch_folder
 from pretuned.aot.tune.scheduler import Remeasure, cells_to_remeasure
 from pretuned.aot.tune.shortlist import ConfigPairs
 from pretuned.aot.tune.space import TuningSpace

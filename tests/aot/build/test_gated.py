@@ -34,7 +34,7 @@ from pretuned.aot.models.layer import LayerShard
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import GATED_COLUMNS, GATED_CONFIGS, Family, Pool, optional, specs
 from pretuned.aot.plan.plan import BuildPlan, gated_buckets, plan, planned_on
-from pretuned.aot.process.scratch import scratch_folder
+from pretuned.aot.process.child import scratch_folder
 from pretuned.aot.report.cells import roofline
 from pretuned.aot.report.sheets import sheet
 from pretuned.aot.tune.space import TuningSpace

@@ -10,9 +10,8 @@ import misbehaving
 import pytest
 
 from pretuned.aot.build.build import build
-from pretuned.aot.build.options import BuildOptions
+from pretuned.aot.build.options import BuildOptions, BuildReport
 from pretuned.aot.build.pick import _shared
-from pretuned.aot.build.summary import BuildReport
 from pretuned.aot.bundle.verify import sound
 from pretuned.aot.choose.bundle import Ships
 from pretuned.aot.choose.incumbents import Incumbents
@@ -23,8 +22,8 @@ from pretuned.aot.journal.records import Measured
 from pretuned.aot.measure.job import Setup
 from pretuned.aot.plan.families import Pool
 from pretuned.aot.plan.plan import BuildPlan
-from pretuned.aot.process.scratch import scratch_folder
-from pretuned.aot.tune.outcome import Outcome, TuneObservers
+from pretuned.aot.process.child import scratch_folder
+from pretuned.aot.tune.scheduler import Outcome, TuneObservers
 from pretuned.aot.tune.tuner import Entrants, tune_problems
 from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import CompileError

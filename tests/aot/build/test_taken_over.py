@@ -15,8 +15,7 @@ import pytest
 from made import ANY, H100, H200, HOPPERS, NARROW, WIDE, Spec, measured, modelled
 
 from pretuned.aot.build.build import build
-from pretuned.aot.build.options import BuildOptions
-from pretuned.aot.build.summary import Built
+from pretuned.aot.build.options import BuildOptions, Built
 from pretuned.aot.bundle.merge import merge
 from pretuned.aot.choose.bundle import assembled, choose_from
 from pretuned.aot.choose.candidates import Candidates

@@ -19,8 +19,8 @@ import pytest
 import signing
 
 from pretuned.aot.pack.package import contents, tag
+from pretuned.artifacts import codec
 from pretuned.artifacts.bundle_file import open_bundle
-from pretuned.artifacts.format import codec
 
 
 @pytest.fixture

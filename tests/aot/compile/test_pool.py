@@ -14,7 +14,7 @@ import pytest
 
 from pretuned.aot.compile.cache import CompileCache
 from pretuned.aot.compile.pool import CompileJob, CompileResult, compile_all
-from pretuned.aot.process.scratch import scratch_folder
+from pretuned.aot.process.child import scratch_folder
 from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.records import DType, Op
 from pretuned.kernels.spec import Config, Spec

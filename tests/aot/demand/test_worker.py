@@ -25,7 +25,7 @@ from pretuned.aot.executors.local import LocalExecutor
 from pretuned.aot.measure.job import Setup
 from pretuned.aot.plan.plan import BuildPlan
 from pretuned.aot.process import child
-from pretuned.aot.process.scratch import scratch_folder
+from pretuned.aot.process.child import scratch_folder
 from pretuned.aot.tune.tuner import tune_problems
 from pretuned.artifacts import codec
 from pretuned.artifacts.bundle_file import open_bundle

@@ -11,7 +11,7 @@ from emulated_driver import EmulatedGpu, emulated
 
 from pretuned.aot.executors.local import LocalExecutor, begun
 from pretuned.aot.measure.job import Setup
-from pretuned.aot.process.scratch import scratch_folder
+from pretuned.aot.process.child import scratch_folder
 
 WAIT_S = 60
 

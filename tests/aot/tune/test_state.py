@@ -18,8 +18,7 @@ from pretuned.aot.journal.file import Contents, open_journal, read_journal
 from pretuned.aot.journal.records import WRONG, Failure, Timing
 from pretuned.aot.journal.timings import Cell, Timings
 from pretuned.aot.plan.plan import BuildPlan
-from pretuned.aot.tune.outcome import CellsDone
-from pretuned.aot.tune.scheduler import Remeasure, cells_to_remeasure
+from pretuned.aot.tune.scheduler import CellsDone, Remeasure, cells_to_remeasure
 from pretuned.aot.tune.space import TuningSpace
 from pretuned.aot.tune.tuner import TuneObservers, tune_problems
 from pretuned.artifacts.bundle_file import open_bundle

@@ -12,7 +12,7 @@ import warm
 from emulated_driver import EmulatedGpu, emulated
 from made import A100, H200
 
-from pretuned.runtime.inspect import engines
+from pretuned.runtime.inspect import doctor
 
 Install = Callable[[str, str], None]
 
@@ -50,7 +50,7 @@ def machine(install: Install, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 @pytest.mark.usefixtures("machine")
 def test_a_machine_on_which_vllm_uses_it() -> None:
-    found = engines.examine("vllm")
+    found = doctor.examine_engine("vllm")
     assert found.ok
     assert found.version == "vllm 0.20.2"
     assert found.plug_in == "pretuned.integrations.vllm:register"
@@ -74,36 +74,38 @@ def test_a_machine_on_which_vllm_uses_it() -> None:
 def test_switches(environ: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert engines.examine("vllm").problems == (told,)
+    assert doctor.examine_engine("vllm").problems == (told,)
 
 
 @pytest.mark.usefixtures("machine")
 def test_a_version_that_was_not_tested(install: Install) -> None:
     install("vllm", "0.16.0")
-    assert engines.examine("vllm").problems == (
+    assert doctor.examine_engine("vllm").problems == (
         "pretuned was tested with vLLM 0.20.2 to 0.33: install one of these, or another pretuned",
     )
 
 
 @pytest.mark.usefixtures("machine")
 def test_what_is_missing(install: Install) -> None:
-    assert engines.examine("sglang").problems == (
+    assert doctor.examine_engine("sglang").problems == (
         "no sglang in this Python's environment: install pretuned into the engine's own",
     )
     with emulated(EmulatedGpu(A100, 80)):
-        assert engines.examine("vllm").problems[0].startswith("no bundle was measured on a GPU of this capability")
+        assert (
+            doctor.examine_engine("vllm").problems[0].startswith("no bundle was measured on a GPU of this capability")
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_what_is_missing_without_a_driver(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install("vllm", "0.20.2")
-    problems = engines.examine("vllm").problems
+    problems = doctor.examine_engine("vllm").problems
     assert problems[0].startswith("no CUDA driver")
     assert problems[1].startswith("no GPU: every layer stays with the engine (PRETUNED_VLLM=1 ")
     monkeypatch.setenv("PRETUNED_VLLM", "1")
-    assert engines.examine("vllm").ok  # by the reference, on the CPU
+    assert doctor.examine_engine("vllm").ok  # by the reference, on the CPU
     install("pretuned", "0.0.1")
-    assert engines.examine("vllm").problems[0].startswith("no entry point 'pretuned' in vllm.general_plugins")
+    assert doctor.examine_engine("vllm").problems[0].startswith("no entry point 'pretuned' in vllm.general_plugins")
 
 
 @pytest.mark.slow
