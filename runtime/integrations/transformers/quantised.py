@@ -24,7 +24,7 @@ from ...runtime.weights.expert_weights import checked, int4_format, scale_shape,
 from ...runtime.weights.order import ORDERS, PREPARED_DIMS
 from ...runtime.weights.packings import fp8_scale
 from ...runtime.weights.validate import fit, has_nan
-from ...runtime.weights.writing import mover, prepared_codes
+from ...runtime.weights.writing import moved_codes, mover
 from ..loaded_format import scale_of_rows
 
 _NAME = "_pretuned_weights"
@@ -459,7 +459,7 @@ def _prepared_state(
             if move is not None and held.dim() >= PREPARED_DIMS - 1:
                 flat = plain.flatten(2)
                 moved = (
-                    prepared_codes(format, flat, mover(format, flat))
+                    moved_codes(format, flat, mover(format, flat))
                     if key == keys[0]
                     else torch.stack([move(matrix) for matrix in flat])
                 )
