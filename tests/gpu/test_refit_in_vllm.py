@@ -19,6 +19,7 @@ import vllm_on_gpu
 
 pytestmark, layers = vllm_on_gpu.marks, vllm_on_gpu.layers
 E, T = 16, 64
+MODELS = ("gpt-oss-20b", "qwen3-30b-fp8")
 
 
 class Two:
@@ -81,35 +82,47 @@ class Two:
         return replay
 
 
-@pytest.fixture(scope="module", params=["gpt-oss-20b", "qwen3-30b-fp8"])
-def two(request: pytest.FixtureRequest, layers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
-    yield Two(layers, request.param, tmp_path_factory.mktemp("models"))
+@pytest.fixture(scope="module")
+def every(layers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Two]]:
+    """By the model's name."""
+    yield {model: Two(layers, model, tmp_path_factory.mktemp("models")) for model in MODELS}
     gc.collect()
     torch.cuda.empty_cache()
 
 
-def test_a_graph_captured_before_the_reload_gives_the_new_weights_result(two: Two) -> None:
-    model, config = two.load(0)
-    replay = two.captured(model, config)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_graph_captured_before_the_reload_gives_the_new_weights_result(model: str, every: dict[str, Two]) -> None:
+    two = every[model]
+    loaded, config = two.load(0)
+    replay = two.captured(loaded, config)
     assert torch.equal(replay(), two.want[0])
     for number in (1, 0, 1):
-        two.tool.reload(model, config, two.folders[number])
+        two.tool.reload(loaded, config, two.folders[number])
         assert torch.equal(replay(), two.want[number])
 
 
-def test_a_graph_captured_before_sleep_reads_the_weights_after_it(two: Two) -> None:
-    """By vLLM's allocator: level 1 keeps the weights on the host, level 2 drops them and they are loaded again."""
+def test_graphs_captured_before_sleep_read_the_weights_after_it(every: dict[str, Two]) -> None:
+    """By vLLM's allocator: level 1 keeps the weights on the host, level 2 drops them and they are loaded again.
+
+    A process has one pool for weights: a second one aborts.
+    """
     from vllm.device_allocator.cumem import CuMemAllocator
 
     allocator = CuMemAllocator.get_instance()
     with allocator.use_memory_pool(tag="weights"):
-        model, config = two.load(0)
-    replay = two.captured(model, config)
-    assert torch.equal(replay(), two.want[0])
+        loaded = [two.load(0) for two in every.values()]
+    replays = [two.captured(*one) for two, one in zip(every.values(), loaded, strict=True)]
+
+    def check(number: int) -> None:
+        for two, replay in zip(every.values(), replays, strict=True):
+            assert torch.equal(replay(), two.want[number])
+
+    check(0)
     allocator.sleep(offload_tags="weights")
     allocator.wake_up()
-    assert torch.equal(replay(), two.want[0])
+    check(0)
     allocator.sleep(offload_tags=())
     allocator.wake_up()
-    two.tool.reload(model, config, two.folders[1])
-    assert torch.equal(replay(), two.want[1])
+    for two, one in zip(every.values(), loaded, strict=True):
+        two.tool.reload(*one, two.folders[1])
+    check(1)
