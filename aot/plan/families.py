@@ -55,10 +55,15 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The configs to try: ``aligned`` are candidates to choose among, ``fallbacks`` run any N and K."""
+    """The configs to try: ``aligned`` are candidates to choose among, ``fallbacks`` run any N and K.
+
+    With ``new_weights`` the row kernels of quantised weights, which quantise, prepare and restore them, are compiled,
+    too.
+    """
 
     aligned: Candidates = search.candidates
     fallbacks: Candidates = search.fallbacks
+    new_weights: bool = False
 
     def candidates(self, family: Family, sm: int, ops: Iterable[Op] = ()) -> tuple[Config, ...]:
         """The aligned candidates of a family, for ``ops`` or else for the family's own op.
@@ -210,7 +215,8 @@ def row_kernel_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[
     needed = [p for p in problems if not p.dtype.quantises_x or pool.candidates(Family.of(p), sm)]
     codes = {problem.dtype for problem in needed if takes_codes_of_x(problem.dtype, problem.layout)}
     dtypes = tuple(dict.fromkeys(problem.dtype for problem in needed))
-    return rowops.specs(dtypes, frozenset(problem.op for problem in needed), of_codes=codes)
+    of_rows = rowops.specs(dtypes, frozenset(problem.op for problem in needed), of_codes=codes)
+    return of_rows + (rowops.weight_specs(dtypes) if pool.new_weights else ())
 
 
 def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:

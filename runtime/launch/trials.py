@@ -724,15 +724,21 @@ def _dequantize_weights(on: _RowKernel) -> _Checks:
 
 
 def _move_codes(on: _RowKernel) -> _Checks:
-    """Bytes in the one layout and in the other, there and back."""
+    """Bytes in the one layout and in the other, there and back; and which tiles have NaN: the first expert's."""
     stored = empty(on.kind.value, *_W, torch.device("cpu")).codes
     _raw(stored).copy_(on.draw.integers(0, 256, _raw(stored).numel()))
+    _raw(stored[1:]).bitwise_and_(0xBF)
     words = torch.stack([ORDERS[on.kind.value].prepared(codes) for codes in stored])
-    for name, want, source, flags in (("words", words, stored, 0), ("stored", stored, words, rowops.BACK)):
-        other = "words" if flags else "stored"
-        result = _room(on, want)
-        on.run(_tiles(on), M=N, columns=K, flags=flags, **{name: result, other: on.words(_raw(source))})
+    nan = (torch.arange(_tiles(on), device="cpu") < _tiles(on) // E).int()
+    looks = rowops.LOOKS if stored.dtype is torch.float8_e4m3fn else 0
+    for name, want, source, flags in (("words", words, stored, looks), ("stored", stored, words, rowops.BACK)):
+        other = "stored" if name == "words" else "words"
+        result, most = _room(on, want), _room(on, nan)
+        arguments = {name: result, other: on.words(_raw(source)), "most": most}
+        on.run(_tiles(on), M=N, columns=K, flags=flags, **arguments)
         yield _bits(name, result, want)
+        if flags == rowops.LOOKS:
+            yield _bits("tiles with NaN", most, nan)
 
 
 def _largest_weight(on: _RowKernel) -> _Checks:
