@@ -332,7 +332,7 @@ def _wholes(tensors, sizes, flags, KIND: tl.constexpr, SCALE: tl.constexpr, ROWS
         expert, row, start = _tile_of(rows, columns, ROWS, BLOCK, PART)
         parts, down, across = ROWS // PART, PART, 0
     else:
-        PART: tl.constexpr = ROWS
+        PART: tl.constexpr = ROWS  # type: ignore[no-redef]
         programs = tl.cdiv(rows, ROWS)  # of an expert
         expert, row = (
             (tl.program_id(0) // programs).to(tl.int64),

@@ -105,10 +105,10 @@ def rewriting() -> Iterator[
 
     def rewrite(tensor: torch.Tensor, room: _Move, move: Callable[[torch.Tensor, torch.Tensor], None]) -> torch.Tensor:
         many = max(1, _CHUNK_BYTES // (tensor[0].numel() * tensor.element_size()))
-        parts = tensor.split(many)
-        scratch = room(parts[0])
+        scratch = room(tensor[:many])
         whole = _in_shape_of(scratch, tensor)
-        for before, after in zip(parts, whole.split(many), strict=True):
+        for first in range(0, len(tensor), many):
+            before, after = tensor[first : first + many], whole[first : first + many]
             to = scratch[: len(before)]
             move(before, to)
             done.append((before, after, scratch, move))
