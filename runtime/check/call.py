@@ -434,7 +434,7 @@ class Starts(NamedTuple):
     ``packs``: rows of y are sorted without padding, as ``Rows.bounds`` says; else they are where x's are.
     """
 
-    first: torch.Tensor | None  # type: ignore[assignment]  # (no search in a tuple)
+    first: torch.Tensor | None
     room: int
     packs: bool
 

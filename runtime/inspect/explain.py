@@ -372,7 +372,8 @@ def explain(
 
         if isinstance(x, QuantizedRows):
             checked("explain", "x", x, w)
-            x, coded, padded = x.stand_in(), True, x.codes.dim() == 3
+            padded = x.codes.dim() == 3
+            x, coded = x.stand_in(), True
     if isinstance(x, Problem):
         check_numbers(E=x.E, N=x.N, K=x.K)
         problem, natural = x, suits(x)
