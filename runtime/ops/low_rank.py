@@ -1,4 +1,4 @@
-"""The low-rank part of a product, as products: y[i] += s * (x[i] @ A[e].T) @ B[e].T, and its gradients.
+"""The forward of a call, and the low-rank part of a product: y[i] += s * (x[i] @ A[e].T) @ B[e].T, and its gradients.
 
 With u[i] = s * x[i] @ A[e].T and v[i] = s * dy[i] @ B[e], which have r columns:
 
@@ -16,9 +16,9 @@ import torch
 from ...artifacts.records import Layout, Op
 from ...artifacts.tuples import NamedTuple
 from ...kernels.entry import ALIGNMENT_BYTES
-from ..check.call import Rows
+from ..check.call import Call, Rows, flat, wide_of
 from ..launch.program import NOW, Now
-from .products import new_rows, rows, with_low_part
+from .products import new_rows, rows, wide_rows, with_low_part
 
 
 class LowRank(NamedTuple):
@@ -150,3 +150,71 @@ def _add(y: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
 
 def _times(narrow: torch.Tensor, scale: float) -> torch.Tensor:
     return narrow.mul_(scale)
+
+
+def forward(
+    call: Call,
+    x: torch.Tensor,
+    out: torch.Tensor | None = None,
+    do: Now = NOW,
+    x_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y [y_rows, N]. Rows that nobody writes are zero with permute_y or zero_tail, else left as they are.
+
+    x are codes with ``x_scale`` (``Rows``).
+    """
+    return with_adapter(call, x, None, out, do, x_scale)[0]
+
+
+def with_adapter(
+    call: Call,
+    x: torch.Tensor,
+    adapter: LowRank | None,
+    out: torch.Tensor | None = None,
+    do: Now = NOW,
+    x_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The forward with an adapter's part; and u [M, r], which its gradients read."""
+    u = None
+    if adapter is not None:
+        index = call.fusions.index if call.form.permute_x else None
+        u = narrowed(adapter, x, call.m_sizes, index, call.x_divisor, do=do, bucket=call.form.bucket)
+    forward_call = forward_rows(call, x, do)
+    if x_scale is not None:
+        forward_call = forward_call._replace(x_scale=x_scale)
+    if out is not None and forward_call.loose:
+        forward_call = forward_call._replace(loose=False)
+    if adapter is not None:
+        return product(forward_call, adapter, u, do, out, call.y_rows), u
+    if out is not None:
+        return rows(forward_call, out, do), None
+    wide = wide_rows(forward_call, do)
+    return (new_rows(forward_call, call.y_rows, do) if wide is None else wide), None
+
+
+def forward_rows(call: Call, x: torch.Tensor, do: Now = NOW) -> Rows:
+    """The forward as a product, into a y of its own."""
+    form, bias = call.form, call.fusions.bias
+    zeros = form.permute_y or form.zero_tail
+    weights = call.fusions.weights
+    if weights is not None and weights.dtype is not (wide := wide_of(x)):
+        weights = do.call(partial(flat, wide=wide), weights)
+    elif weights is not None:
+        weights = flat(weights, wide)
+    return Rows(
+        Op.FORWARD,
+        x,
+        call.w,
+        call.m_sizes,
+        form.layout,
+        call.M,
+        call.fusions.index,
+        form.topk if form.permute_x else 0,
+        form.permute_y,
+        weights,
+        None if bias is None else bias.detach().contiguous(),
+        form.pin_forward,
+        zero_tail=zeros,
+        loose=not zeros,
+        expected=form.bucket,
+    )
