@@ -18,7 +18,7 @@ from ..check.call import Call, Form, autocast, check, expected_bucket, form_of
 from ..driver.device import tf32_allowed, without_autocast
 from ..launch.program import remember
 from ..ops import low_rank
-from .lora import Lora, scales_of
+from ..ops.low_rank import Lora, scales_of
 from .product_plan import ProductPlan, plan
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from ..check.saved import as_kept, kinds_of
 from ..driver.device import without_autocast
 from ..ops import low_rank
 from ..ops.autograd import backward, wanted
+from ..ops.low_rank import Lora
 from ..weights.expert_weights import ExpertWeights
 from ..weights.quantized_rows import QuantizedRows
 from . import lora_library
 from .adapted import low_rank_of
 from .coded_rows import refusal
-from .lora import Lora
 from .operator_call import CALL, EXPECTED, PARTS, REST, TENSORS, call_of, no_second, parts_of, weights_of, with_expected
 
 _CALL = f"Tensor w, {REST}"
