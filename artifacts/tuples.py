@@ -77,7 +77,8 @@ else:
             fields = tuple(body["__annotations__"])
             defaults = {field: body.pop(field) for field in fields if field in body}
             new = _new(len(fields))
-            code = new.__code__.replace(co_name="__new__", co_varnames=("_cls", *fields))
+            file = f"<named tuple {name}>"  # in tracebacks and profiles
+            code = new.__code__.replace(co_name="__new__", co_filename=file, co_varnames=("_cls", *fields))
             body |= {field: _tuplegetter(place, "") for place, field in enumerate(fields)}
             body["__new__"] = FunctionType(code, new.__globals__, "__new__", tuple(defaults.values()))
             body["_fields"] = body["__match_args__"] = fields

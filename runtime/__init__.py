@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .api.experts import experts_mlp
     from .api.gradients import grouped_gemm_dW, grouped_gemm_dX
     from .api.grouped_gemm import grouped_gemm
-    from .api.lora import Lora
     from .api.moe import moe_mlp
     from .api.routing import sort_routing
     from .hooks import allow_jit, batch_invariant, register_compiler, register_tuner, reload
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from .inspect.explanation import Explanation
     from .inspect.preload import Preloaded, preload
     from .ops.activation import activate
+    from .ops.low_rank import Lora
     from .weights.quantized_rows import QuantizedRows
 
 # name -> module; no name is a module's own, or importing that module would hide it.
@@ -33,7 +33,7 @@ _PUBLIC = {
     "Activation": ".kernels.activations",
     "ExpertWeights": "api.expert_weights",
     "Explanation": "inspect.explanation",
-    "Lora": "api.lora",
+    "Lora": "ops.low_rank",
     "Preloaded": "inspect.preload",
     "QuantizedRows": "weights.quantized_rows",
     "activate": "ops.activation",

@@ -5,26 +5,18 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from ..artifacts.errors import InputError
 from ..artifacts.records import Problem
 from . import settings
 
-
-class Tuner(Protocol):
-    """Makes sure that a choice measured on this GPU exists for the problems, tuning now if there is none."""
-
-    def __call__(self, problems: tuple[Problem, ...], M: int, device: int) -> None:
-        """``M`` rows, on ``cuda:device``. What it finds it publishes, and has the runtime read it (``reload``)."""
-
-
-class Compiler(Protocol):
-    """Compiles, for one kind of problem and one capability, variants that run any N, K and M."""
-
-    def __call__(self, problem: Problem, sm: int) -> bytes:
-        """An encoded bundle; CompileError or HostError if it can't be built."""
-
+# (problems, M, device): makes sure that a choice measured on this GPU exists for the problems at M rows, tuning now if
+# there is none. What it finds it publishes, and has the runtime read it (``reload``).
+Tuner: TypeAlias = "Callable[[tuple[Problem, ...], int, int], None]"
+# (problem, sm): compiles variants that run any N, K and M of a kind of problem. Returns an encoded bundle; CompileError
+# or HostError if it can't be built.
+Compiler: TypeAlias = "Callable[[Problem, int], bytes]"
 
 snapshot: Any = None  # a ``dispatch.snapshot.Snapshot``; None before its first use and after a reload
 blocks = False  # True from the first block of ``within`` on; before, ``current()`` is ``snapshot``

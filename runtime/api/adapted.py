@@ -19,13 +19,12 @@ from ..driver.device import without_autocast
 from ..launch.program import remember
 from ..ops import layer
 from ..ops.layer import FrozenWeights, Layer, Weights
-from ..ops.low_rank import Adapters, LowRank, as_read
+from ..ops.low_rank import Adapters, Lora, LowRank, as_read
 from ..ops.routing import Routing
 from ..weights.expert_weights import key_of
 from ..weights.quantized_rows import QuantizedRows
 from .coded_rows import refusal
 from .layer_plan import plan_layer
-from .lora import Lora
 
 
 def low_rank_of(lora: Lora, x: torch.Tensor, m_sizes: torch.Tensor, N: int | None = None) -> LowRank:

@@ -20,10 +20,10 @@ from ...artifacts.tuples import NamedTuple
 from ...kernels.arch import ARCHS, Feature
 from .. import hooks
 from ..driver.device import local_gpu
+from ..ops.low_rank import Lora
 from ..settings import Invariance
 from ..weights.expert_weights import ExpertWeights
 from .grouped_gemm import grouped_gemm
-from .lora import Lora
 from .moe import moe_mlp
 from .routing import sort_routing
 

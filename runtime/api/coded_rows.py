@@ -8,7 +8,7 @@ from ...artifacts.errors import InputError
 from ..check import tensors
 from ..check.call import Form, check
 from ..driver.device import without_autocast
-from ..ops import gradients
+from ..ops import low_rank
 from ..weights.expert_weights import ExpertWeights
 from ..weights.quantized_rows import QuantizedRows, checked
 
@@ -47,7 +47,7 @@ def run(
     if torch.is_grad_enabled() and learns:
         raise refusal("grouped_gemm", "x", "a gradient")
     with without_autocast(codes.device.type):
-        y = gradients.forward(call, codes, out, x_scale=scale)
+        y = low_rank.forward(call, codes, out, x_scale=scale)
     if out is not None:
         torch.autograd.graph.increment_version(out)
     return y

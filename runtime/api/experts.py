@@ -18,12 +18,11 @@ from ..launch.products import operands_of
 from ..ops import padded_rows
 from ..ops.activation import RowActivation, activate
 from ..ops.layer import Layer, weights_of
-from ..ops.low_rank import Adapters, as_used
+from ..ops.low_rank import Adapters, Lora, adapters_given, as_used, scales_of
 from ..ops.padded_rows import How, PackedActivation, PaddedGemm, Placed
 from ..weights.expert_weights import ExpertWeights, key_of
 from ..weights.quantized_rows import QuantizedRows
 from .coded_rows import refusal
-from .lora import Lora, adapters_given, scales_of
 from .padded import adapter, check_out, check_rows, checked_codes, most_rows, named, recorded, run_recorded
 from .padded_plan import as_rows, placed_of
 

@@ -17,8 +17,8 @@ from ..check import tensors
 from ..check.call import Call, Form, autocast, check, expected_bucket, form_of
 from ..driver.device import tf32_allowed, without_autocast
 from ..launch.program import remember
-from ..ops import gradients
-from .lora import Lora, scales_of
+from ..ops import low_rank
+from ..ops.low_rank import Lora, scales_of
 from .product_plan import ProductPlan, plan
 
 if TYPE_CHECKING:
@@ -419,7 +419,7 @@ def _run(
         inputs_with_grad = any(t is not None and t.requires_grad for t in (x, w, fusions.weights, fusions.bias))
         if not (inputs_with_grad and torch.is_grad_enabled()):
             if new_plan is None:
-                y = gradients.forward(call, x, out)
+                y = low_rank.forward(call, x, out)
             else:
                 y, _ = new_plan.forward(
                     x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, sizes, out=out
@@ -462,7 +462,7 @@ def _adapted(
         new_plan = plan(call, x, w, weights, bias, index, out, varies=keep[2], adapter=adapter)
     if not (learns and torch.is_grad_enabled()):
         if new_plan is None:
-            y: torch.Tensor = gradients.with_adapter(call, x, adapter, out)[0]
+            y: torch.Tensor = low_rank.with_adapter(call, x, adapter, out)[0]
         else:
             y = new_plan.forward(x, call.w, call.m_sizes, weights, bias, index, sizes, adapter, out)[0]
         if out is not None:  # a launch changes it unseen

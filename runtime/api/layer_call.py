@@ -20,6 +20,7 @@ from ..launch.program import remember
 from ..ops import layer
 from ..ops.activation import RowActivation, activate
 from ..ops.layer import FrozenWeights, Layer, MoeLayer, Weights, weights_of
+from ..ops.low_rank import Lora, adapters_given
 from ..ops.routing import Routing, sort
 from ..weights.expert_weights import ExpertWeights
 from ..weights.quantized_rows import QuantizedRows, checked
@@ -27,7 +28,6 @@ from .adapted import adapted_layer
 from .coded_rows import refusal
 from .grouped_gemm import grouped_gemm
 from .layer_plan import LayerPlan, plan_layer
-from .lora import Lora, adapters_given
 from .routing import check_ids
 
 _W: TypeAlias = "torch.Tensor | ExpertWeights"

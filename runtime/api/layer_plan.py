@@ -82,7 +82,7 @@ class LayerPlan(Programs):
     ) -> torch.Tensor | None:
         """The result of ``moe_mlp`` with these arguments; None, and nothing is done, if the plan does not serve them.
 
-        ``lora`` are the adapters of both products (``api.lora.Lora``), if there are any.
+        ``lora`` are the adapters of both products (``Lora``), if there are any.
         """
         parameters: Any = (Weights if self._dense else FrozenWeights)(gate_up, down, gate_up_bias, down_bias)  # type: ignore[arg-type]
         x, adapters = hidden, NO_ADAPTERS

@@ -12,7 +12,7 @@ import torch
 from ..check.call import Form
 from ..check.saved import as_kept, kinds_of
 from ..driver.device import without_autocast
-from ..ops import gradients
+from ..ops import low_rank
 from ..ops.autograd import wanted, with_adapter
 from ..ops.low_rank import LowRank
 from ..weights.expert_weights import ExpertWeights
@@ -50,7 +50,7 @@ def _forward(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tens
     call, x = call_of(x, _weights(*rest[:_W]), *(*rest[_W:], expected))
     check_columns(B, call.N)
     with without_autocast(x.device.type):
-        y, u = gradients.with_adapter(call, x, LowRank(A, B, scale))
+        y, u = low_rank.with_adapter(call, x, LowRank(A, B, scale))
     if u is None:
         raise AssertionError("an adapter makes u")
     return y, u

@@ -15,8 +15,8 @@ from ...artifacts.records import bucket_of
 from .. import hooks
 from ..check import tensors
 from ..check.call import expected_bucket
+from ..ops.low_rank import Lora, adapters_given, scales_of
 from ..weights.expert_weights import ExpertWeights, key_of
-from .lora import Lora, adapters_given, scales_of
 
 if TYPE_CHECKING:
     from ...kernels.activations import Activation

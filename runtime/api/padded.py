@@ -20,13 +20,12 @@ from ..driver.device import without_autocast
 from ..launch.products import operands_of
 from ..launch.program import NOW, remember
 from ..ops import padded_rows
-from ..ops.low_rank import LowRank, as_used
+from ..ops.low_rank import Lora, LowRank, as_used, scales_of
 from ..ops.padded_rows import How, PaddedGemm, Placed
 from ..weights.expert_weights import ExpertWeights, key_of
 from ..weights.quantized_rows import QuantizedRows, checked
 from .adapted import check_no_gradient, low_rank_of
 from .coded_rows import refusal
-from .lora import Lora, scales_of
 from .padded_plan import Compute, PaddedPlan, as_rows, placed_of, plan
 
 _CALL = "grouped_gemm"

@@ -31,7 +31,7 @@ from ..launch.program import (
     guard,
     replays,
 )
-from ..ops import gradients
+from ..ops import low_rank
 from ..ops.low_rank import LowRank, as_used
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class ProductPlan(Programs):
         adapter: LowRank | None = None,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``gradients.with_adapter`` without checks: ``call``, or the checks of a first call, looked at the tensors."""
+        """``low_rank.with_adapter`` without checks: ``call``, or the checks of a first call, looked at the tensors."""
         inputs: Any = (x, w, m_sizes, weights, bias, index, out)
         if not self._dense:
             inputs = (x, *operands_of(w).values(), m_sizes, weights, bias, index, out)
@@ -177,7 +177,7 @@ class ProductPlan(Programs):
             return program.run(sizes[0], stream_of(self._device), inputs)  # type: ignore[return-value]
         call = Call(self.form, w, m_sizes, Fusions(index, weights, bias), *sizes)
         results, self.program = self._recorded(
-            call.M, inputs, lambda do: gradients.with_adapter(call, x, adapter, out, do)
+            call.M, inputs, lambda do: low_rank.with_adapter(call, x, adapter, out, do)
         )
         return results  # type: ignore[return-value]
 

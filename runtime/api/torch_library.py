@@ -14,14 +14,14 @@ from ..check import tensors
 from ..check.call import Form, autocast, check_expected
 from ..check.saved import as_kept, kinds_of
 from ..driver.device import without_autocast
-from ..ops import gradients
+from ..ops import low_rank
 from ..ops.autograd import backward, wanted
+from ..ops.low_rank import Lora
 from ..weights.expert_weights import ExpertWeights
 from ..weights.quantized_rows import QuantizedRows
 from . import lora_library
 from .adapted import low_rank_of
 from .coded_rows import refusal
-from .lora import Lora
 from .operator_call import CALL, EXPECTED, PARTS, REST, TENSORS, call_of, no_second, parts_of, weights_of, with_expected
 
 _CALL = f"Tensor w, {REST}"
@@ -102,7 +102,7 @@ def _forward(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     (*arguments, _dX_only, _dW_only), expected = with_expected(rest, CALL + 3)
     call, x = call_of(x, *(*arguments, expected))
     with without_autocast(x.device.type):
-        return gradients.forward(call, x)
+        return low_rank.forward(call, x)
 
 
 def _forward_fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:

@@ -18,7 +18,7 @@ from ..check.tensors import in_memory
 from ..driver.device import without_autocast
 from ..launch.program import NOW, Now
 from ..weights.expert_weights import ExpertWeights
-from . import gradients
+from . import gradients, low_rank
 from .low_rank import LowRank, narrowed_gradient
 
 Needs: TypeAlias = "tuple[bool, bool, bool, bool]"  # of x, w, topk_weights, bias
@@ -82,7 +82,7 @@ class GroupedGemm(torch.autograd.Function):
         if plan is not None:
             y: torch.Tensor = plan.forward(x, w, m_sizes, weights, bias, index, sizes)[0]
             return y
-        return gradients.forward(Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes), x)
+        return low_rank.forward(Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes), x)
 
     @staticmethod
     @differentiated_once
@@ -143,7 +143,7 @@ class AdaptedGemm(torch.autograd.Function):
             y, u = plan.forward(x, w, m_sizes, weights, bias, index, sizes, adapter)
         else:
             call = Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes)
-            y, u = gradients.with_adapter(call, x, adapter)
+            y, u = low_rank.with_adapter(call, x, adapter)
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         learns, inner = any(ctx.needs_input_grad[5:7]), needs_x or needs_weights
         ctx.frozen = None if isinstance(w, torch.Tensor) else Frozen.of(w)

@@ -1,4 +1,4 @@
-"""The forward and its gradients as products: which row is read, which is written, what is multiplied.
+"""The gradients of a forward (``low_rank.py``) as products: which row is read, which is written, what is multiplied.
 
 With index g[i] of sorted row i, e its expert, t the weights flattened (1 without them):
 
@@ -21,83 +21,15 @@ import torch
 
 from ...artifacts.records import Op
 from ...artifacts.tuples import NamedTuple
-from ..check.call import Call, Rows, flat, wide_of
+from ..check.call import Call, Rows
 from ..check.tensors import rows_usable
 from ..launch.program import NOW, Now
 from . import low_rank
 from .low_rank import LowRank, LowRankGradients
-from .products import new_rows, rows, weight, wide_rows
+from .products import weight
 
 _CHUNK_ELEMENTS = 1 << 24  # of the float32 temporaries that the gradient of the weights needs
 _ONES = 8  # columns of the ones that sum dy's rows: 16 bytes of a 16-bit type
-
-
-def forward(
-    call: Call,
-    x: torch.Tensor,
-    out: torch.Tensor | None = None,
-    do: Now = NOW,
-    x_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """y [y_rows, N]. Rows that nobody writes are zero with permute_y or zero_tail, else left as they are.
-
-    x are codes with ``x_scale`` (``Rows``).
-    """
-    return with_adapter(call, x, None, out, do, x_scale)[0]
-
-
-def with_adapter(
-    call: Call,
-    x: torch.Tensor,
-    adapter: LowRank | None,
-    out: torch.Tensor | None = None,
-    do: Now = NOW,
-    x_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The forward with an adapter's part; and u [M, r], which its gradients read."""
-    u = None
-    if adapter is not None:
-        index = call.fusions.index if call.form.permute_x else None
-        u = low_rank.narrowed(adapter, x, call.m_sizes, index, call.x_divisor, do=do, bucket=call.form.bucket)
-    product = forward_rows(call, x, do)
-    if x_scale is not None:
-        product = product._replace(x_scale=x_scale)
-    if out is not None and product.loose:
-        product = product._replace(loose=False)
-    if adapter is not None:
-        return low_rank.product(product, adapter, u, do, out, call.y_rows), u
-    if out is not None:
-        return rows(product, out, do), None
-    wide = wide_rows(product, do)
-    return (new_rows(product, call.y_rows, do) if wide is None else wide), None
-
-
-def forward_rows(call: Call, x: torch.Tensor, do: Now = NOW) -> Rows:
-    """The forward as a product, into a y of its own."""
-    form, bias = call.form, call.fusions.bias
-    zeros = form.permute_y or form.zero_tail
-    weights = call.fusions.weights
-    if weights is not None and weights.dtype is not (wide := wide_of(x)):
-        weights = do.call(partial(flat, wide=wide), weights)
-    elif weights is not None:
-        weights = flat(weights, wide)
-    return Rows(
-        Op.FORWARD,
-        x,
-        call.w,
-        call.m_sizes,
-        form.layout,
-        call.M,
-        call.fusions.index,
-        form.topk if form.permute_x else 0,
-        form.permute_y,
-        weights,
-        None if bias is None else bias.detach().contiguous(),
-        form.pin_forward,
-        zero_tail=zeros,
-        loose=not zeros,
-        expected=form.bucket,
-    )
 
 
 class Beside(NamedTuple):

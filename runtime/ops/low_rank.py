@@ -1,24 +1,40 @@
-"""The low-rank part of a product, as products: y[i] += s * (x[i] @ A[e].T) @ B[e].T, and its gradients.
+"""The forward of a call, and the low-rank part of a product: y[i] += s * (x[i] @ A[e].T) @ B[e].T, and its gradients.
 
 With u[i] = s * x[i] @ A[e].T and v[i] = s * dy[i] @ B[e], which have r columns:
 
     y[i] += u[i] @ B[e].T        dB[e] = sum of outer(dy[i], u[i])
     dx[i] += v[i] @ A[e]         dA[e] = sum of outer(v[i], x[i])
+
+w is read as it is, never copied; A and B are small. api/adapted.py checks them.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 
 from ...artifacts.records import Layout, Op
 from ...artifacts.tuples import NamedTuple
 from ...kernels.entry import ALIGNMENT_BYTES
-from ..check.call import Rows
+from ..check import tensors
+from ..check.call import Call, Rows, flat, wide_of
 from ..launch.program import NOW, Now
-from .products import new_rows, rows, with_low_part
+from .products import new_rows, rows, wide_rows, with_low_part
+
+
+class Lora(NamedTuple):
+    """The adapter of one product: y[i] += scale * (x[i] @ A[e].T) @ B[e].T for every row i of expert e.
+
+    ``A`` is [E, r, K] and ``B`` [E, N, r], r from 1 to 256, in x's dtype or another floating-point one, to which they
+    are cast; [1, r, K] and [1, N, r] are one adapter for all experts. ``scale`` is a number (PEFT's lora_alpha / r).
+    Both are differentiable. With ``dropout`` p, A reads dropout(x, p), drawn anew in each call (0 in evaluation).
+    """
+
+    A: torch.Tensor
+    B: torch.Tensor
+    scale: float = 1.0
+    dropout: float = 0.0
 
 
 class LowRank(NamedTuple):
@@ -43,8 +59,40 @@ class LowRankGradients(NamedTuple):
     B: torch.Tensor
 
 
-def as_used(lora: Any, dtype: torch.dtype, E: int) -> LowRank:
-    """An adapter (``api.lora.Lora``) in the dtype and layout that products read.
+def adapters_given(lora: object) -> tuple[Lora | None, Lora | None]:
+    if lora is None:
+        return None, None
+    pair = isinstance(lora, (tuple, list)) and len(lora) == 2 and not isinstance(lora, Lora)
+    if not pair or not all(adapter is None or isinstance(adapter, Lora) for adapter in lora):  # type: ignore[attr-defined]
+        got = f"({', '.join(type(adapter).__name__ for adapter in lora)})" if pair else f"a {type(lora).__name__}"  # type: ignore[attr-defined]
+        tensors.bad("lora", got, "(of the first product, of the second), each a Lora or None", "moe_mlp")
+    return lora[0], lora[1]  # type: ignore[index]
+
+
+def scales_of(lora: tuple[Lora | None, Lora | None]) -> tuple[object, ...]:
+    """The parts of a plan's key that come from these adapters, beside their tensors.
+
+    Raises
+    ------
+    TypeError
+        if they are no adapters; the checks later name the fault.
+    """
+    if (
+        type(lora) is not tuple
+        or len(lora) != 2
+        or any(adapter is not None and type(adapter) is not Lora for adapter in lora)
+    ):
+        raise TypeError("no adapters")
+    if any(adapter is not None and (type(adapter.dropout) not in (float, int) or adapter.dropout) for adapter in lora):
+        raise TypeError("no plan draws numbers")
+    for matrix in (each for adapter in lora if adapter is not None for each in adapter[:2]):
+        if matrix.dim() != 3 or not matrix.dtype.is_floating_point:
+            raise TypeError("no matrices")
+    return tuple(None if adapter is None else (type(adapter.scale), adapter.scale) for adapter in lora)
+
+
+def as_used(lora: Lora, dtype: torch.dtype, E: int) -> LowRank:
+    """An adapter in the dtype and layout that products read.
 
     Raises
     ------
@@ -150,3 +198,71 @@ def _add(y: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
 
 def _times(narrow: torch.Tensor, scale: float) -> torch.Tensor:
     return narrow.mul_(scale)
+
+
+def forward(
+    call: Call,
+    x: torch.Tensor,
+    out: torch.Tensor | None = None,
+    do: Now = NOW,
+    x_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y [y_rows, N]. Rows that nobody writes are zero with permute_y or zero_tail, else left as they are.
+
+    x are codes with ``x_scale`` (``Rows``).
+    """
+    return with_adapter(call, x, None, out, do, x_scale)[0]
+
+
+def with_adapter(
+    call: Call,
+    x: torch.Tensor,
+    adapter: LowRank | None,
+    out: torch.Tensor | None = None,
+    do: Now = NOW,
+    x_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The forward with an adapter's part; and u [M, r], which its gradients read."""
+    u = None
+    if adapter is not None:
+        index = call.fusions.index if call.form.permute_x else None
+        u = narrowed(adapter, x, call.m_sizes, index, call.x_divisor, do=do, bucket=call.form.bucket)
+    forward_call = forward_rows(call, x, do)
+    if x_scale is not None:
+        forward_call = forward_call._replace(x_scale=x_scale)
+    if out is not None and forward_call.loose:
+        forward_call = forward_call._replace(loose=False)
+    if adapter is not None:
+        return product(forward_call, adapter, u, do, out, call.y_rows), u
+    if out is not None:
+        return rows(forward_call, out, do), None
+    wide = wide_rows(forward_call, do)
+    return (new_rows(forward_call, call.y_rows, do) if wide is None else wide), None
+
+
+def forward_rows(call: Call, x: torch.Tensor, do: Now = NOW) -> Rows:
+    """The forward as a product, into a y of its own."""
+    form, bias = call.form, call.fusions.bias
+    zeros = form.permute_y or form.zero_tail
+    weights = call.fusions.weights
+    if weights is not None and weights.dtype is not (wide := wide_of(x)):
+        weights = do.call(partial(flat, wide=wide), weights)
+    elif weights is not None:
+        weights = flat(weights, wide)
+    return Rows(
+        Op.FORWARD,
+        x,
+        call.w,
+        call.m_sizes,
+        form.layout,
+        call.M,
+        call.fusions.index,
+        form.topk if form.permute_x else 0,
+        form.permute_y,
+        weights,
+        None if bias is None else bias.detach().contiguous(),
+        form.pin_forward,
+        zero_tail=zeros,
+        loose=not zeros,
+        expected=form.bucket,
+    )

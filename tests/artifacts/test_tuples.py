@@ -54,6 +54,7 @@ def test_it_is_what_typing_makes() -> None:
     assert type(ours._replace(a=5)) is Ours
     assert (ours.a, ours.twice, Ours.of(4), Ours.__doc__, Ours.__module__) == (3, 6, (4, "b", (1,)), "Ours.", __name__)
     assert not hasattr(ours, "__dict__")
+    assert Ours.__new__.__code__.co_filename == "<named tuple Ours>"  # type: ignore[attr-defined]
     for again in (pickle.loads(pickle.dumps(ours)), copy.copy(ours), copy.deepcopy(ours)):
         assert again == ours
         assert type(again) is Ours

@@ -16,7 +16,7 @@ def modules_after(code: str, **environment: str) -> dict[str, bool]:
     report = """
 import json, sys
 watched = ("torch", "triton", "click", "rich", "pebble", "filelock", "msgpack",
-           "pretuned.aot", "pretuned.artifacts.files", "pretuned.artifacts.format", "pretuned.kernels",
+           "pretuned.aot", "pretuned.artifacts.bundle_file", "pretuned.artifacts.format", "pretuned.kernels",
            "pretuned.kernels.registry", "pretuned.kernels.cost_model", "pretuned.kernels.portable_plain.rows",
            "pretuned.runtime.dispatch", "pretuned.runtime.driver.cuda", "pretuned.runtime.launch",
            "pretuned.runtime.launch.loader", "pretuned.runtime.ops")

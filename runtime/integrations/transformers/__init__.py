@@ -24,7 +24,6 @@ import torch
 from ...artifacts.errors import InputError, PretunedError
 from ...artifacts.records import Layout, Op, Problem
 from ...runtime.api.grouped_gemm import grouped_gemm
-from ...runtime.api.lora import Lora
 from ...runtime.api.moe import moe_mlp
 from ...runtime.api.routing import sort_routing
 from ...runtime.check import tensors as check_tensors
@@ -35,6 +34,7 @@ from ...runtime.inspect.preload import preload
 from ...runtime.launch.quantised import wants_order
 from ...runtime.locks import lock
 from ...runtime.ops.layer import FrozenWeights, Weights, weights_of
+from ...runtime.ops.low_rank import Lora
 from ...runtime.settings import settings
 from ...runtime.weights.expert_weights import ExpertWeights
 from ..served_layer import expected_rows

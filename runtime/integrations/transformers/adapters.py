@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...artifacts.errors import InputError
-from ...runtime.api.lora import Lora
+from ...runtime.ops.low_rank import Lora
 from .quantised import ENDS, quantised
 
 NAME = "pretuned"

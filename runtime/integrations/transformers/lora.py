@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ...runtime.api.lora import Lora
 from ...runtime.check.call import MAX_RANK
 from ...runtime.check.tensors import PLAIN
+from ...runtime.ops.low_rank import Lora
 from .gates import source_digest
 
 _PEFT = "peft.tuners.lora.layer"

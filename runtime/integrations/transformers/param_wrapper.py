@@ -11,9 +11,9 @@ from peft.tuners.lora import layer
 from peft.utils.other import get_pattern_key
 
 from ...artifacts.errors import InputError
-from ...runtime.api.lora import Lora
 from ...runtime.check.call import MAX_RANK
 from ...runtime.check.tensors import bad
+from ...runtime.ops.low_rank import Lora
 from .adapters import held, view
 from .quantised import quantised
 

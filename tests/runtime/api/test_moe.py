@@ -17,8 +17,8 @@ from pretuned.artifacts.records import Layout
 from pretuned.kernels.activations import Activation
 from pretuned.runtime import ExpertWeights, activate, moe_mlp, sort_routing
 from pretuned.runtime.api import layer_call
-from pretuned.runtime.api.lora import Lora
 from pretuned.runtime.ops import layer as layer_module
+from pretuned.runtime.ops.low_rank import Lora
 
 T, TOPK, E, H, I = 9, 3, 5, 8, 4  # noqa: E741  (I is the expert's width, here as everywhere)
 

@@ -20,9 +20,9 @@ from pretuned.artifacts.records import DType, Fusion, Layout, Op, Problem, RowOp
 from pretuned.kernels.activations import Activation
 from pretuned.runtime import activate, allow_jit, hooks, moe_mlp, reload
 from pretuned.runtime.api import layer_call
-from pretuned.runtime.api.lora import Lora
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.launch import program
+from pretuned.runtime.ops.low_rank import Lora
 
 T, TOPK, E, H, I = 9, 3, 4, 12, 8  # noqa: E741
 NAMES = ("hidden", "up", "down", "up_bias", "down_bias", "weights")
