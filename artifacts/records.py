@@ -259,6 +259,7 @@ class Fusion(enum.Flag):
     BIAS = 8  # bias[g] of [E, N] is added to each row
     SILU = 16  # y is [M, N/2]: silu(gate) * up of the product's left and right half of columns
     LOW_RANK = 32  # a LoRA adapter of rank r: u[m] @ b[g].T is added to each row, u [M, r] and b [E, N, r]
+    STARTS = 64  # rows of x and y lie apart, those of each expert from a start of its own; x arrives as codes
 
     __hash__ = object.__hash__
 

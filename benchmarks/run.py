@@ -106,6 +106,12 @@ BENCHMARKS = (
     ),
     Benchmark(
         "peers",
+        "load_in_vllm",
+        "vLLM's load and reload of a model, with the plug-in and without",
+        f"{GPU}, vLLM or its wheel unpacked",
+    ),
+    Benchmark(
+        "peers",
         "layers_in_sglang",
         "SGLang's own MoE layers with and without the plug-in",
         f"{GPU}, SGLang's wheel unpacked",

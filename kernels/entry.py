@@ -23,6 +23,11 @@ variant's ``arguments`` by launch ABI 1:
 ``dy_at x_at``           device pointers to dy and x, whose names are descriptors: for dW with ``Cache.EVICT_FIRST``
 ``low_x low_w``          with ``Fusion.LOW_RANK``: u [M, R] of sorted rows and b [E, N, R], or [E, R, N] if w's columns
                          are contiguous; dense; device pointers or TMA descriptors. ``R`` int32: the rank
+``starts``               with ``Fusion.STARTS``: null, or a device pointer to 32-bit words, each expert's first row
+``starts_step room``     int32: 0 without ``starts``, else like ``m_sizes_step``; the most rows of an expert, and those
+                         from one to the next without ``starts``
+``packs``                int32: 1 if rows of y are sorted without padding, and begin at ``bounds``, int32 [E + 1]
+``stride_scale_m`` ...   int32, in elements: x_scale's strides of rows, of 128 of K (``_k``) and of experts (``_e``)
 ``y_map``                y again, as a TMA descriptor of ragged rows through which a specialised kernel stores
 =======================  =====================================================================
 
@@ -56,6 +61,8 @@ POINTEES = dict.fromkeys(("x", "w", "y", "dy", "dw", "dy_at", "x_at", "bias", "l
     "m_sizes": "*i32",
     "index": "*i32",
     "counter": "*i32",
+    "starts": "*i32",
+    "bounds": "*i32",
     "row_weights": "*fp32",
     "w_outer": "*fp32",
     "w_scale": "*fp32",
@@ -412,7 +419,7 @@ class KernelEntry(NamedTuple):
 
 def _code(fusion: Fusion) -> Fusion:
     """Return the fusion whose code runs a call, like ``spec.code_of``: others differ by run-time flags alone."""
-    own = fusion & (Fusion.GATHER | Fusion.SILU | Fusion.LOW_RANK)
+    own = fusion & (Fusion.GATHER | Fusion.SILU | Fusion.LOW_RANK | Fusion.STARTS)
     return own or (Fusion.SCATTER if fusion else Fusion.NONE)
 
 

@@ -30,6 +30,7 @@ class Schedule(enum.IntEnum):
     W4A16 = 4  # COOPERATIVE; w's codes become bf16 in registers; tiles of 64 columns split K between the warpgroups
     W8A8_BLOCK = 5  # COOPERATIVE; codes of x times codes of w, scaled for each block of K
     W8A8_CHANNEL = 6  # like W4A16, but codes of x times codes of w; sums are scaled for each row of both
+    W8A8_STARTS = 7  # like W8A8_BLOCK, of rows that lie apart, whose codes are read where they arrive
 
     @property
     def warp_specialized(self) -> bool:
@@ -107,6 +108,8 @@ class Config(NamedTuple):
             flags |= {"mixed_input": True, "fitted": self.rows is TileRows.FITTED}
         if self.schedule is Schedule.W8A8_BLOCK:
             flags |= {"block_scaled": True}
+        if self.schedule is Schedule.W8A8_STARTS:
+            flags |= {"block_scaled": True, "starts": True}
         if self.schedule is Schedule.W8A8_CHANNEL:
             flags |= {"row_scaled": True, "fitted": self.rows is TileRows.FITTED}
         return tuple(sorted((name, int(value)) for name, value in (numbers | flags).items()))
@@ -165,6 +168,7 @@ _FLAGS = {
     "fitted": False,
     "block_scaled": False,
     "row_scaled": False,
+    "starts": False,
 }
 _WIRE = (*RANGES, *_FLAGS)
 # Pairs of these schedules have no flag "fitted": tiles of these sizes are always fitted.
@@ -179,6 +183,8 @@ def _schedule(flags: Mapping[str, bool]) -> Schedule:
         raise ValueError("a pingpong config is specialized, this is not")
     if flags["mixed_input"] and not flags["specialized"]:
         raise ValueError("a mixed_input config is specialized; this is not")
+    if flags["starts"] and not flags["block_scaled"]:
+        raise ValueError("a config with starts is block_scaled; this is not")
     if flags["fitted"] and not (flags["mixed_input"] or flags["row_scaled"]):
         raise ValueError("a fitted config of format 1 is mixed_input or row_scaled; this is not")
     for name, schedule in (("block_scaled", Schedule.W8A8_BLOCK), ("row_scaled", Schedule.W8A8_CHANNEL)):
@@ -186,7 +192,7 @@ def _schedule(flags: Mapping[str, bool]) -> Schedule:
         if flags[name] and (not flags["specialized"] or any(flags[flag] for flag in others)):
             raise ValueError(f"a {name} config is specialized, and none of {', '.join(others)}; this is not")
         if flags[name]:
-            return schedule
+            return Schedule.W8A8_STARTS if flags["starts"] else schedule
     if flags["mixed_input"] and not flags["pingpong"]:
         return Schedule.W4A16
     if flags["specialized"]:
@@ -244,6 +250,7 @@ class Spec(NamedTuple):
         text += " gather" if Fusion.GATHER in self.fusion else ""
         text += " silu" if Fusion.SILU in self.fusion else ""
         text += " low-rank" if Fusion.LOW_RANK in self.fusion else ""
+        text += " starts" if Fusion.STARTS in self.fusion else ""
         return text + (" unaligned" if self.alignment == 1 else "")
 
 
@@ -277,6 +284,7 @@ def code_of(op: Op, fusion: Fusion) -> Fusion:
     - GATHER runs these with GATHER, which needs other loads.
     - SILU and SILU with GATHER are variants of their own, for the forward.
     - LOW_RANK and LOW_RANK with GATHER are variants of their own; the second takes flags.
+    - STARTS is a variant of its own, for the forward.
 
     dW has no fusions: rows are gathered before. Through an index an H200 took 2.3 ms instead of 0.8 (Qwen3-30B,
     gate_up, T=8192).
@@ -285,8 +293,12 @@ def code_of(op: Op, fusion: Fusion) -> Fusion:
     ------
     ValueError
         for SILU with anything but GATHER, or not of the forward; for LOW_RANK of dW, or with other fusions but without
-        GATHER.
+        GATHER; for STARTS with anything else, or not of the forward.
     """
+    if Fusion.STARTS in fusion:
+        if op is not Op.FORWARD or fusion is not Fusion.STARTS:
+            raise ValueError(f"there is no code for {fusion} of {op.value}: STARTS goes alone, of the forward")
+        return fusion
     if Fusion.LOW_RANK in fusion:
         other = fusion & ~Fusion.LOW_RANK
         if op is Op.DW or Fusion.SILU in other or (other and Fusion.GATHER not in other):
@@ -303,7 +315,7 @@ def code_of(op: Op, fusion: Fusion) -> Fusion:
 
 def indexed(fusion: Fusion) -> bool:
     """Return whether a variant reads ``flags``, and by them an index, weights or a bias."""
-    return bool(fusion & ~Fusion.LOW_RANK) and Fusion.SILU not in fusion
+    return bool(fusion & ~Fusion.LOW_RANK) and not fusion & (Fusion.SILU | Fusion.STARTS)
 
 
 def result_columns(columns: int, fusion: Fusion) -> int:
@@ -318,3 +330,8 @@ def w_kn(spec: Spec) -> bool:
 def takes_codes_of_x(dtype: DType, layout: Layout) -> bool:
     """Return whether a row kernel must quantise x before: kernels for the checkpoint layout quantise x themselves."""
     return dtype.quantises_x and layout is not Layout.STORED
+
+
+def reads_in_place(problem: Problem) -> bool:
+    """Return whether there is code with ``Fusion.STARTS``: codes of padded rows are read where they arrive."""
+    return problem.op is Op.FORWARD and problem.dtype is DType.FP8_BLOCK and problem.layout is Layout.NK

@@ -21,7 +21,15 @@ from pretuned.aot.journal.file import read_journal
 from pretuned.aot.journal.records import Measured
 from pretuned.aot.models.catalogue import catalogue
 from pretuned.aot.models.load import load_models
-from pretuned.aot.plan.families import CONFIG_LIMIT, Pool, low_rank_specs, row_kernel_specs, specs, to_compile
+from pretuned.aot.plan.families import (
+    CONFIG_LIMIT,
+    Pool,
+    low_rank_specs,
+    row_kernel_specs,
+    specs,
+    starts_specs,
+    to_compile,
+)
 from pretuned.aot.plan.plan import plan, planned_on
 from pretuned.artifacts import packed
 from pretuned.artifacts.bundle_file import open_bundle
@@ -151,7 +159,7 @@ def test_the_candidates_are_all_that_would_be_compiled_of_these_kernels(sm: int)
         there = {made_of(one) for one in bundle.variants()}
     listed = plan(load_models(listed_for(sm)).shapes)
     problems = planned_on(listed, (sm,)).problems
-    beside = *low_rank_specs(problems, sm, Pool()), *row_kernel_specs(problems, sm, Pool())
+    beside = *low_rank_specs(problems, sm, Pool()), *starts_specs(problems, sm), *row_kernel_specs(problems, sm, Pool())
     wanted = {asked_for(one) for one in (*specs(problems, sm, Pool()), *beside)}
     assert there == wanted, anew
 

@@ -25,7 +25,7 @@ from ..build.options import BuildOptions, BuildReport, Built, ModelCells
 from ..choose.bundle import Ships
 from ..compile.shipped import Shipped
 from ..journal.file import OtherJournal
-from ..plan.families import CONFIG_LIMIT
+from ..plan.families import CONFIG_LIMIT, Pool
 from ..plan.targets import parse_sm
 from ..process.gpus import native_sm
 from ..process.output import DEFAULT_NAME
@@ -57,7 +57,7 @@ class Sectioned(click.Command):
 @click.command(
     cls=Sectioned,
     sections={
-        "What to build": ("models", "sm", "ops", "configs", "candidates", "ignore_installed"),
+        "What to build": ("models", "sm", "ops", "configs", "candidates", "ignore_installed", "new_weights"),
         "Where it goes": ("out", "name"),
         "Measuring": ("measuring", "journal", "budget", "gpus", "executor"),
         "Compiling": ("compile_all", "workers", "cache_dir", "no_cache"),
@@ -110,6 +110,11 @@ class Sectioned(click.Command):
 @click.option(
     "--ignore-installed", is_flag=True, help="Take over no measured choices from installed bundles; model them."
 )
+@click.option(
+    "--new-weights",
+    is_flag=True,
+    help="Add the row kernels that quantise, prepare and restore quantised weights. Those for sm_90 ship.",
+)
 @click.option("--verbose", "-v", is_flag=True, help="List every variant that fails or is pruned, with the reason.")
 @quiet
 @as_json
@@ -131,6 +136,7 @@ def build(
     executor: str | None,
     compile_all: bool,
     ignore_installed: bool,
+    new_weights: bool,
     verbose: bool,
     quiet: bool,
     as_json: bool,
@@ -176,6 +182,7 @@ def build(
         configs=configs,
         tune=tuner,
         take_over=not ignore_installed,
+        space=Pool(new_weights=new_weights),
         shipped=(lambda sm: Shipped()) if compile_all else Shipped.found,
     )
     with Progress(silent, verbose, notes=not quiet) as progress, TuneProgress(silent, budget, progress.pause) as second:

@@ -140,7 +140,7 @@ def prune_bundle(bundle: Bundle, plan: BuildPlan, where: str) -> Pruned:
             f"bundle {where!r} has a choice for none of the {len(wanted)} problems of these models; it was "
             f"built for {_built_for(bundle, plan)}. aot build makes what is missing"
         )
-    passes = row_kernel_specs(claims, bundle.target.sm, Pool())
+    passes = row_kernel_specs(claims, bundle.target.sm, Pool(new_weights=True))
     families = {Family.of(problem) for problem in claims} | {Family.of(spec) for spec in passes}
     models = [
         model._replace(problems=tuple(problem for problem in model.problems if problem in claims))

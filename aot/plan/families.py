@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...artifacts.records import DType, Fusion, Layout, Op, Problem, RowOp, Variant
-from ...kernels import hopper_w4a16, registry, rowops, search
+from ...kernels import hopper_w4a16, hopper_w8a8_block, registry, rowops, search
 from ...kernels.entry import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.rowops import RowOpSpec
-from ...kernels.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Config, Spec, TileRows, takes_codes_of_x
+from ...kernels.spec import MAX_EXPERTS, MAX_EXPERTS_FALLBACK, Config, Spec, TileRows, reads_in_place, takes_codes_of_x
 
 # Silu in the epilogue: a tile has the gate columns and the up columns of half as many of y.
 GATED_COLUMNS = (128, 256)
@@ -55,10 +55,15 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The configs to try: ``aligned`` are candidates to choose among, ``fallbacks`` run any N and K."""
+    """The configs to try: ``aligned`` are candidates to choose among, ``fallbacks`` run any N and K.
+
+    With ``new_weights`` the row kernels of quantised weights, which quantise, prepare and restore them, are compiled,
+    too.
+    """
 
     aligned: Candidates = search.candidates
     fallbacks: Candidates = search.fallbacks
+    new_weights: bool = False
 
     def candidates(self, family: Family, sm: int, ops: Iterable[Op] = ()) -> tuple[Config, ...]:
         """The aligned candidates of a family, for ``ops`` or else for the family's own op.
@@ -156,6 +161,21 @@ def low_rank_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Sp
     return tuple(variants)
 
 
+def starts_specs(problems: Iterable[Problem], sm: int) -> tuple[Spec, ...]:
+    """The variants that read codes of x where they arrive, for padded rows: one of each tile.
+
+    As of ``low_rank_specs``, no plan has such problems, and ``decide.py`` selects a variant at the call.
+    """
+    variants: dict[Spec, None] = {}
+    for problem in problems:
+        if problem.fusion or not reads_in_place(problem):
+            continue
+        family = Family.of(problem._replace(fusion=Fusion.STARTS))
+        able = [config for config in hopper_w8a8_block.STARTS_CONFIGS if _compiles(family, config, sm)]
+        variants |= dict.fromkeys(compilable(family, able, (), [problem.E]))
+    return tuple(variants)
+
+
 def compilable(family: Family, aligned: Iterable[Config], rest: Iterable[Config], experts: Sequence[int]) -> list[Spec]:
     """A family's variants of these configs that serve some of these numbers of experts, aligned and for any N and K.
 
@@ -195,7 +215,8 @@ def row_kernel_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[
     needed = [p for p in problems if not p.dtype.quantises_x or pool.candidates(Family.of(p), sm)]
     codes = {problem.dtype for problem in needed if takes_codes_of_x(problem.dtype, problem.layout)}
     dtypes = tuple(dict.fromkeys(problem.dtype for problem in needed))
-    return rowops.specs(dtypes, frozenset(problem.op for problem in needed), of_codes=codes)
+    of_rows = rowops.specs(dtypes, frozenset(problem.op for problem in needed), of_codes=codes)
+    return of_rows + (rowops.weight_specs(dtypes) if pool.new_weights else ())
 
 
 def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:
@@ -220,9 +241,9 @@ def to_compile(
 ) -> tuple[Spec | RowOpSpec, ...]:
     """Everything to compile for a capability: one spec of each group of GEMMs that share a cubin, and the row kernels.
 
-    With ``low_rank`` also the variants that add a low-rank part.
+    With ``low_rank`` also the variants that add a low-rank part, or read codes of padded rows where they arrive.
     """
-    more = low_rank_specs(problems, sm, pool) if low_rank else ()
+    more = (*low_rank_specs(problems, sm, pool), *starts_specs(problems, sm)) if low_rank else ()
     gemms = by_code((*specs(problems, sm, pool), *more), sm)
     return (*(group[0] for group in gemms), *row_kernel_specs(problems, sm, pool))
 

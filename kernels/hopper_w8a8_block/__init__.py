@@ -1,12 +1,13 @@
-"""The warp-specialised kernel ``rows_w8a8`` for fp8 128x128 block on H100/H200 (sm_90): forward only.
+"""The warp-specialised kernels for fp8 128x128 block on H100/H200 (sm_90): forward only.
 
-w is prepared and has a scale for each 128x128 block; x is e4m3 with a scale for each row and 128 of K. A row kernel
-quantises x before.
+w is prepared and has a scale for each 128x128 block; x is e4m3 with a scale for each row and 128 of K. For
+``rows_w8a8`` a row kernel quantises x before, or orders its codes. ``rows_w8a8_starts`` reads codes and scales of
+padded rows where they arrive.
 """
 
 from __future__ import annotations
 
-from ...artifacts.records import DType, Op
+from ...artifacts.records import DType, Fusion, Op
 from ..arch import Arch, Feature
 from ..codes import BLOCK, WORD_ROW
 from ..entry import (
@@ -25,6 +26,7 @@ from ..entry import (
     TensorShape,
     Tiles,
     configs,
+    no_configs,
     of_rows,
     ragged,
 )
@@ -156,4 +158,64 @@ ROWS_W8A8_BLOCK = KernelEntry(
     shapes=_shapes,
     loading_warps=4,
 )
-ENTRIES = (ROWS_W8A8_BLOCK,)
+
+
+def _starts_boxes(spec: Spec) -> dict[str, Box]:
+    boxes = _boxes(spec)
+    return {"x": (BLOCK, BLOCK), "w": boxes["w"], "y_map": boxes["y_map"]}
+
+
+def _starts_shapes(spec: Spec, n: Sizes) -> dict[str, TensorShape]:
+    shapes = _shapes(spec, n)
+    return {name: shapes[name] for name in ("x", "w", "y_map")}
+
+
+def _starts_constants(spec: Spec, arch: Arch) -> Constants:
+    plain = _constants(spec._replace(fusion=Fusion.NONE), arch)
+    return {name: plain[name] for name in ("STAGES", "SLOTS", "GROUP_M", "EXPERTS", "REGISTERS")}
+
+
+# Not among the candidates that are measured: ``aot/plan/families.py`` compiles them, the cost model chooses.
+STARTS_CONFIGS = tuple(configs(((128, 256, 128, 8, 3),), Schedule.W8A8_STARTS, Loads.TMA))
+
+
+ROWS_W8A8_STARTS = KernelEntry(
+    name="rows_w8a8_starts",
+    revision=1,
+    home="hopper_w8a8_block.starts",
+    sha256="281ac72b5663045ae7cd1dd2fafd1f1453100e27e1fc2b583578ed20f8c15f01",
+    launched_since=1,
+    ops=frozenset((Op.FORWARD,)),
+    dtypes=DTYPES,
+    fusions=frozenset((Fusion.STARTS,)),
+    needs=frozenset((Feature.WGMMA,)),
+    tiles=(
+        Tiles(
+            Limits(MAX_EXPERTS, _MOST_STEPS),
+            {
+                "schedule": (Schedule.W8A8_STARTS,),
+                "loads": (Loads.TMA,),
+                "block_m": (_ROWS,),
+                "block_n": (_COLUMNS,),
+                "block_k": (GROUP,),
+                "num_warps": (8,),
+                "num_stages": range(2, 5),
+            },
+        ),
+    ),
+    pointers=("x", "w", "x_scale", "w_scale", "y", "y_map", "m_sizes", "starts", "bounds", "counter"),
+    strides=("stride_y_m",),
+    steps=("stride_scale_m", "stride_scale_k", "stride_scale_e", "m_sizes_step", "starts_step", "room", "packs"),
+    ranks={"x": 2, "w": 4, "y_map": 4},
+    descriptors=lambda _spec: ("x", "w", "y_map"),
+    required=lambda _spec: ("x", "w", "x_scale", "w_scale", "y", "y_map", "m_sizes", "counter"),
+    boxes=_starts_boxes,
+    constants=_starts_constants,
+    order=_order,
+    candidates=no_configs,
+    cost="hopper_w8a8_block.cost",
+    held={"x": CODES_OF_X._replace(swizzle=64), "w": WORDS},
+    shapes=_starts_shapes,
+    loading_warps=4,
+)
+ENTRIES = (ROWS_W8A8_BLOCK, ROWS_W8A8_STARTS)

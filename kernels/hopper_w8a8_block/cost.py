@@ -11,8 +11,12 @@ from ...artifacts.records import Problem
 from ...artifacts.tuples import NamedTuple
 from ..chips import Chip
 from ..cost import Resources, expected_rows, handed_out, join
+from ..spec import Schedule
 
 _HALF = 64  # rows of a tile that are multiplied or skipped together
+# Times as long for 64 rows whose left operand comes from registers: of 32 decisions on an H200 one is 1.2 % slower than
+# the other way (docs/inside/trials.md, codes-in-place).
+_FROM_REGISTERS = 1.18
 
 
 class ScaledConstants(NamedTuple):
@@ -38,7 +42,8 @@ def estimate_us(problem: Problem, M: int, resources: Resources, chip: Chip, c: S
     rows = expected_rows(E, M)
     row_tiles, halves = rows.tiles[config.block_m], rows.tiles[_HALF]
     column_tiles, steps = -(-N // config.block_n), -(-K // config.block_k)
-    work_ns = (c.half_ns * halves / row_tiles + c.step_ns) * (1.0 + c.shallow * (4 - config.num_stages))
+    half_ns = c.half_ns * (_FROM_REGISTERS if config.schedule is Schedule.W8A8_STARTS else 1.0)
+    work_ns = (half_ns * halves / row_tiles + c.step_ns) * (1.0 + c.shallow * (4 - config.num_stages))
     loaded_bytes = (config.block_n + min(config.block_m, _HALF * halves / row_tiles)) * config.block_k
     step_ns = join(work_ns, loaded_bytes / c.l2_bytes_per_ns, c.norm)
     waves, filled = handed_out(row_tiles * column_tiles / chip.sm_count)

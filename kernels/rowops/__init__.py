@@ -33,7 +33,7 @@ arguments by launch ABI 1, in addition to those in kernels/entry.py:
 ``w``                      device pointer to w [E, M, columns], rows dense, of bf16 or as the flags say
 ``words stored``           device pointers to codes in either layout, and in the checkpoint's alone
 ``scales zeros outer``     device pointers to what is beside codes, in the layout of these
-``most``                   device pointer to int32: the bits of a float32 for each program
+``most``                   device pointer to int32: for each program the bits of a float32, of MOVE_CODES 1 for NaN
 ``step_expert step_row``   int32: from an expert of w, and from a row, to the next, in numbers
 =========================  ===================================================================
 
@@ -79,6 +79,7 @@ FP16_WEIGHTS = 1
 FP32_WEIGHTS = 2
 PREPARED = 4
 BACK = 8  # MOVE_CODES from the prepared layout
+LOOKS = 16  # MOVE_CODES to it: for NaN among e4m3 codes
 
 WEIGHT_OPS = (RowOp.QUANTIZE_WEIGHTS, RowOp.DEQUANTIZE_WEIGHTS, RowOp.MOVE_CODES, RowOp.LARGEST_WEIGHT)
 
@@ -127,7 +128,7 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("M", "columns", "step_expert", "step_row", "flags"),
     ),
     RowOp.DEQUANTIZE_WEIGHTS: (("w", "words", "scales", "zeros", "outer"), ("M", "columns", "flags")),
-    RowOp.MOVE_CODES: (("stored", "words"), ("M", "columns", "flags")),
+    RowOp.MOVE_CODES: (("stored", "words", "most"), ("M", "columns", "flags")),
     RowOp.LARGEST_WEIGHT: (("w", "most"), ("M", "columns", "step_expert", "step_row", "flags")),
 }
 # Element types of pointers by Triton's names, "" for the dtype.
@@ -215,7 +216,7 @@ _QUANTIZE = "rowops.quantize", "feb4c75c38f4f2618066dc92d0f1b5a15e4818e5f20ba7d2
 _ORDER_CODES = "rowops.order_codes", "e03e0583778b02ad515b1d8e2531ca8ff03616024a68c28d9c5bbdb38cd6a098"
 _SORT = "rowops.sort", "ca5611a804955fcba89a115e4794d135c438bc3d390d173e2f538cf02eae150d"
 _PLACE = "rowops.place", "6585ec0db1ffbdfce77812de8531eea7866d992fe5451b55ccc95e1b487b7acf"
-_WEIGHTS = "rowops.weights", "996fe46fca33d4b120798afd85b2ae9142c5b51f9e9764ba55bbace8832f30aa"
+_WEIGHTS = "rowops.weights", "b7a7dcc06e15db687337dbc82dcab7027c8d909e0a4b60ea84caa81b1092ac35"
 _CLEAR = "rowops.zero_rows", "0c41f4e3da77f98aeca427848589875a5354ec9ecfbc0e1b87a858b34421826a"
 ROW_OPS = (
     Entry("activation", 4, *_ACTIVATION, launched_since=4),
@@ -230,7 +231,7 @@ ROW_OPS = (
     Entry("quantize", 2, *_QUANTIZE, launched_since=2),
     Entry("quantize_rows", 2, *_QUANTIZE_ROWS, launched_since=2),
     Entry("sort_slots", 2, *_SORT, launched_since=2),
-    *(Entry(op.value, 1, *_WEIGHTS, launched_since=1) for op in WEIGHT_OPS),
+    *(Entry(op.value, 2, *_WEIGHTS, launched_since=2) for op in WEIGHT_OPS),
 )
 
 
@@ -368,7 +369,7 @@ def tile_of(op: RowOp, dtype: DType) -> WeightTile:
     if op is RowOp.MOVE_CODES:
         return WeightTile(64, 128 if elements.bits == 8 else 256, 4)
     if op is RowOp.QUANTIZE_WEIGHTS and scale.name == "fp32":
-        return WeightTile(scale.rows, scale.columns, 8) if scale.columns else WeightTile(8, 1024, 8)
+        return WeightTile(scale.rows, scale.columns, 8) if scale.columns else WeightTile(8, 256, 4)
     return WeightTile(32, 128, 4)
 
 

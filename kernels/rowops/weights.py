@@ -16,16 +16,17 @@ _FP16: tl.constexpr = tl.constexpr(1)
 _FP32: tl.constexpr = tl.constexpr(2)
 _PREPARED: tl.constexpr = tl.constexpr(4)
 _BACK: tl.constexpr = tl.constexpr(8)
+_LOOKS: tl.constexpr = tl.constexpr(16)
 _E4M3: tl.constexpr = tl.constexpr(0)
 _E2M1: tl.constexpr = tl.constexpr(1)
 _INT4: tl.constexpr = tl.constexpr(2)
+_PART: tl.constexpr = tl.constexpr(32)  # rows of a tile with a scale that are read at once
 _OF_BLOCK: tl.constexpr = tl.constexpr(0)  # SCALE: an fp32 scale for each tile
 _OF_ROW: tl.constexpr = tl.constexpr(1)  # an fp32 scale for each row
 _E8M0: tl.constexpr = tl.constexpr(2)  # this and all below: a scale for each GROUP columns of a row
 _BY_OUTER: tl.constexpr = tl.constexpr(3)  # e4m3, times a scale of the expert
 _BF16: tl.constexpr = tl.constexpr(4)
 _BF16_ZERO: tl.constexpr = tl.constexpr(5)  # with a zero point
-_PART: tl.constexpr = tl.constexpr(32)  # rows that _squares loads at once
 _LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite
 
 
@@ -54,25 +55,27 @@ def _load(w, first, at, there, KIND: tl.constexpr):
 
 
 @triton.jit
+def _nearest(value, inverse, MOST: tl.constexpr, LEAST: tl.constexpr, BITS: tl.constexpr, SHRINK: tl.constexpr):
+    """|value * inverse| as a code of BITS bits of mantissa, in the low bits of int32: the nearest, of two the even one.
+
+    MOST is the largest number of the codes, LEAST their smallest normal one, and times SHRINK that is float32's.
+    """
+    size = tl.minimum(tl.abs(value) * inverse, MOST)
+    binade = tl.maximum(size, LEAST).to(tl.int32, bitcast=True) & 0x7F800000
+    unit = (binade + ((23 - BITS) << 23)).to(tl.float32, bitcast=True)  # a sum with it is rounded to a code's unit
+    return (((size + unit) - unit) * SHRINK).to(tl.int32, bitcast=True) >> (23 - BITS)
+
+
+@triton.jit
 def _e4m3(value, inverse):
-    """The codes of value * inverse, the nearest, of two the even one, in the low byte of int32."""
-    size = tl.minimum(tl.abs(value) * inverse, 448.0)
-    bits = size.to(tl.int32, bitcast=True)
-    normal = (bits + 0x7FFFF + ((bits >> 20) & 1) - (960 << 20)) >> 20
-    subnormal = (size + 16384.0).to(tl.int32, bitcast=True) & 15  # a unit of the sum is 2^-9
-    sign = (value.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return tl.where(size < 0.015625, subnormal, normal) | sign
+    """The codes of value * inverse, in the low byte of int32."""
+    return _nearest(value, inverse, 448.0, 2.0**-6, 3, 2.0**-120) | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)
 
 
 @triton.jit
 def _e2m1(value, inverse):
     """So of e2m1, in the low four bits."""
-    size = tl.minimum(tl.abs(value) * inverse, 6.0)
-    bits = size.to(tl.int32, bitcast=True)
-    normal = (bits + 0x1FFFFF + ((bits >> 22) & 1) - (252 << 22)) >> 22
-    subnormal = (size + 4194304.0).to(tl.int32, bitcast=True) & 7  # a unit of the sum is 1/2
-    sign = (value.to(tl.int32, bitcast=True) >> 28) & 8
-    return tl.where(size < 1.0, subnormal, normal) | sign
+    return _nearest(value, inverse, 6.0, 1.0, 1, 2.0**-126) | ((value.to(tl.int32, bitcast=True) >> 28) & 8)
 
 
 @triton.jit
@@ -260,25 +263,13 @@ def _most(left, right, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.conste
 
 
 @triton.jit
-def _groups(
-    w,
-    words,
-    scales,
-    zeros,
-    outer,
-    rows,
-    columns,
-    step_expert,
-    step_row,
-    flags,
-    KIND: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-    SCALE: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _groups(tensors, sizes, flags, KIND: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Quantise a tile whose groups of columns have a scale each."""
+    w, words, scales, zeros, outer = tensors
+    rows, columns, step_expert, step_row = sizes
+    ELEMENTS: tl.constexpr = FORMAT[0]
+    SCALE: tl.constexpr = FORMAT[1]
+    GROUP: tl.constexpr = FORMAT[2]
     WIDE: tl.constexpr = BLOCK // 16
     expert, row, first = _tile_of(rows, columns, ROWS, BLOCK, ROWS)
     column = first + 16 * tl.arange(0, WIDE)[None, :, None] + tl.arange(0, 8)[None, None, :]
@@ -287,7 +278,7 @@ def _groups(
     left, right = _load(w, expert * step_expert, at, there, KIND), _load(w, expert * step_expert, at + 8, there, KIND)
     GROUPS: tl.constexpr = BLOCK // GROUP
     place, known = _place_of_scale(row, first, rows, columns, flags, GROUP, GROUPS)
-    scales_of = expert * (rows * tl.cdiv(columns, GROUP))
+    place += expert * (rows * tl.cdiv(columns, GROUP))
     if SCALE >= _BF16:
         low = tl.minimum(-_most(-left, -right, ROWS, GROUPS, WIDE), 0.0)
         high = tl.maximum(_most(left, right, ROWS, GROUPS, WIDE), 0.0)
@@ -297,7 +288,7 @@ def _groups(
         bits = _in_bf16(factor)
         factor = _invertible((bits << 16).to(tl.float32, bitcast=True))
         bits = factor.to(tl.int32, bitcast=True) >> 16
-        tl.store(scales.to(tl.pointer_type(tl.int16), bitcast=True) + scales_of + place, bits.to(tl.int16), mask=known)
+        tl.store(scales.to(tl.pointer_type(tl.int16), bitcast=True) + place, bits.to(tl.int16), mask=known)
         inverse = tl.div_rn(1.0, factor)
         zero = tl.full((ROWS, GROUPS), 8, tl.int32)
         if SCALE == _BF16_ZERO:
@@ -305,7 +296,7 @@ def _groups(
             stored = zero
             if (flags & _PREPARED) != 0:
                 stored = zero - 8
-            tl.store(zeros + scales_of + place, stored.to(tl.int8), mask=known)
+            tl.store(zeros + place, stored.to(tl.int8), mask=known)
         of_half, shift = _each(inverse, ROWS, GROUPS, WIDE), _each(zero, ROWS, GROUPS, WIDE)
         left, right = _int4(left, of_half, shift), _int4(right, of_half, shift)
     else:
@@ -321,7 +312,7 @@ def _groups(
             code = _e4m3(inner, 1.0)
             factor = _of_e4m3(code) * of_expert
             inverse = tl.where(factor > 0, tl.div_rn(1.0, tl.maximum(factor, _LEAST)), 0.0)
-        tl.store(scales + scales_of + place, code.to(tl.uint8), mask=known)
+        tl.store(scales + place, code.to(tl.uint8), mask=known)
         of_half = _each(inverse, ROWS, GROUPS, WIDE)
         if ELEMENTS == _E4M3:
             left, right = _e4m3(left, of_half), _e4m3(right, of_half)
@@ -331,123 +322,55 @@ def _groups(
 
 
 @triton.jit
-def _squares(
-    w,
-    words,
-    scales,
-    rows,
-    columns,
-    step_expert,
-    step_row,
-    flags,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Quantise a tile that has a scale, some rows at a time. They are read twice, from DRAM once."""
+def _wholes(tensors, sizes, flags, KIND: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Quantise a tile, or whole rows, that have a scale each, a part at a time: read twice, from DRAM once."""
+    w, words, scales, _, _ = tensors
+    rows, columns, step_expert, step_row = sizes
     WIDE: tl.constexpr = BLOCK // 16
-    expert, row, first = _tile_of(rows, columns, ROWS, BLOCK, _PART)
-    column = first + 16 * tl.arange(0, WIDE)[None, :, None] + tl.arange(0, 8)[None, None, :]
-    most = tl.zeros((_PART, WIDE), tl.float32)
-    for part in tl.range(0, ROWS, _PART):
-        of_row = (row + part)[:, None, None]
-        there = (of_row < rows) & (column < columns)
-        left = _load(w, expert * step_expert, of_row * step_row + column, there, KIND)
-        right = _load(w, expert * step_expert, of_row * step_row + column + 8, there, KIND)
-        most = tl.maximum(most, tl.max(tl.maximum(tl.abs(left), tl.abs(right)), 2))
-    factor = _invertible(tl.div_rn(tl.max(tl.max(most, 1), 0), 448.0))
-    tl.store(scales.to(tl.pointer_type(tl.float32), bitcast=True) + tl.program_id(0), factor)
-    inverse = tl.div_rn(1.0, factor)
-    for part in tl.range(0, ROWS, _PART):
-        of_row = (row + part)[:, None, None]
-        there = (of_row < rows) & (column < columns)
-        left = _load(w, expert * step_expert, of_row * step_row + column, there, KIND)
-        right = _load(w, expert * step_expert, of_row * step_row + column + 8, there, KIND)
-        left_codes, right_codes = _e4m3(left, inverse), _e4m3(right, inverse)
-        _put(words, expert, row + part, first, rows, columns, left_codes, right_codes, flags, _E4M3, BLOCK)
-
-
-@triton.jit
-def _rows(
-    w,
-    words,
-    scales,
-    rows,
-    columns,
-    step_expert,
-    step_row,
-    flags,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Quantise rows that have a scale each. They are read twice, from DRAM once."""
-    WIDE: tl.constexpr = BLOCK // 16
-    down = tl.cdiv(rows, ROWS)
-    expert = (tl.program_id(0) // down).to(tl.int64)
-    row = tl.program_id(0) % down * ROWS + tl.arange(0, ROWS)
-    half = 16 * tl.arange(0, WIDE)[None, :, None] + tl.arange(0, 8)[None, None, :]
-    at = row[:, None, None] * step_row + half
-    inside = row[:, None, None] < rows
-    most = tl.zeros((ROWS, WIDE), tl.float32)
-    for first in tl.range(0, columns, BLOCK):
-        there = inside & (first + half < columns)
-        left = _load(w, expert * step_expert, at + first, there, KIND)
-        right = _load(w, expert * step_expert, at + first + 8, there, KIND)
-        most = tl.maximum(most, tl.max(tl.maximum(tl.abs(left), tl.abs(right)), 2))
-    factor = _invertible(tl.div_rn(tl.max(most, 1), 448.0))
-    tl.store(scales.to(tl.pointer_type(tl.float32), bitcast=True) + expert * rows + row, factor, mask=row < rows)
-    inverse = tl.div_rn(1.0, factor)[:, None, None]
-    for first in tl.range(0, columns, BLOCK):
-        there = inside & (first + half < columns)
-        left = _load(w, expert * step_expert, at + first, there, KIND)
-        right = _load(w, expert * step_expert, at + first + 8, there, KIND)
-        left_codes, right_codes = _e4m3(left, inverse), _e4m3(right, inverse)
-        _put(words, expert, row, first, rows, columns, left_codes, right_codes, flags, _E4M3, BLOCK)
-
-
-@triton.jit
-def _quantise(
-    w,
-    words,
-    scales,
-    zeros,
-    outer,
-    M,
-    columns,
-    step_expert,
-    step_row,
-    flags,
-    KIND: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-    SCALE: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    if SCALE == _OF_ROW:
-        _rows(w, words, scales, M, columns, step_expert, step_row, flags, KIND, ROWS, BLOCK)
-    elif SCALE == _OF_BLOCK:
-        _squares(w, words, scales, M, columns, step_expert, step_row, flags, KIND, ROWS, BLOCK)
+    if SCALE == _OF_BLOCK:
+        PART: tl.constexpr = _PART
+        expert, row, start = _tile_of(rows, columns, ROWS, BLOCK, PART)
+        parts, down, across = ROWS // PART, PART, 0
     else:
-        _groups(
-            w,
-            words,
-            scales,
-            zeros,
-            outer,
-            M,
-            columns,
-            step_expert,
-            step_row,
-            flags,
-            KIND,
-            ELEMENTS,
-            SCALE,
-            GROUP,
-            ROWS,
-            BLOCK,
+        PART: tl.constexpr = ROWS
+        programs = tl.cdiv(rows, ROWS)  # of an expert
+        expert, row = (
+            (tl.program_id(0) // programs).to(tl.int64),
+            tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS),
         )
+        start, parts, down, across = 0, tl.cdiv(columns, BLOCK), 0, BLOCK
+    half = start + 16 * tl.arange(0, WIDE)[None, :, None] + tl.arange(0, 8)[None, None, :]
+    most = tl.zeros((PART, WIDE), tl.float32)
+    for part in tl.range(0, parts):
+        of_row, column = (row + part * down)[:, None, None], half + part * across
+        there = (of_row < rows) & (column < columns)
+        left = _load(w, expert * step_expert, of_row * step_row + column, there, KIND)
+        right = _load(w, expert * step_expert, of_row * step_row + column + 8, there, KIND)
+        most = tl.maximum(most, tl.max(tl.maximum(tl.abs(left), tl.abs(right)), 2))
+    of_part = tl.max(most, 1)
+    if SCALE == _OF_BLOCK:
+        factor = _invertible(tl.div_rn(tl.max(of_part, 0), 448.0))
+        tl.store(scales.to(tl.pointer_type(tl.float32), bitcast=True) + tl.program_id(0), factor)
+        inverse = tl.div_rn(1.0, factor)
+    else:
+        factor = _invertible(tl.div_rn(of_part, 448.0))
+        tl.store(scales.to(tl.pointer_type(tl.float32), bitcast=True) + expert * rows + row, factor, mask=row < rows)
+        inverse = tl.div_rn(1.0, factor)[:, None, None]
+    for part in tl.range(0, parts):
+        of_row, column = (row + part * down)[:, None, None], half + part * across
+        there = (of_row < rows) & (column < columns)
+        left = _load(w, expert * step_expert, of_row * step_row + column, there, KIND)
+        right = _load(w, expert * step_expert, of_row * step_row + column + 8, there, KIND)
+        left, right = _e4m3(left, inverse), _e4m3(right, inverse)
+        _put(words, expert, row + part * down, start + part * across, rows, columns, left, right, flags, _E4M3, BLOCK)
+
+
+@triton.jit
+def _quantise(tensors, sizes, flags, KIND: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    if FORMAT[1] == _OF_BLOCK or FORMAT[1] == _OF_ROW:
+        _wholes(tensors, sizes, flags, KIND, FORMAT[1], ROWS, BLOCK)
+    else:
+        _groups(tensors, sizes, flags, KIND, FORMAT, ROWS, BLOCK)
 
 
 @triton.jit
@@ -474,63 +397,14 @@ def quantize_weights(
     as a checkpoint has them or, PREPARED (M of whole 64s), as prepared weights do. ``outer`` is read: fp32 [E]. A
     program does a tile of ROWS and BLOCK, or with a scale a row ROWS whole rows.
     """
+    tensors, sizes = (w, words, scales, zeros, outer), (M, columns, step_expert, step_row)
+    FORMAT: tl.constexpr = (ELEMENTS, SCALE, GROUP)
     if (flags & _FP32) != 0:
-        _quantise(
-            w,
-            words,
-            scales,
-            zeros,
-            outer,
-            M,
-            columns,
-            step_expert,
-            step_row,
-            flags,
-            _FP32,
-            ELEMENTS,
-            SCALE,
-            GROUP,
-            ROWS,
-            BLOCK,
-        )
+        _quantise(tensors, sizes, flags, _FP32, FORMAT, ROWS, BLOCK)
     elif (flags & _FP16) != 0:
-        _quantise(
-            w,
-            words,
-            scales,
-            zeros,
-            outer,
-            M,
-            columns,
-            step_expert,
-            step_row,
-            flags,
-            _FP16,
-            ELEMENTS,
-            SCALE,
-            GROUP,
-            ROWS,
-            BLOCK,
-        )
+        _quantise(tensors, sizes, flags, _FP16, FORMAT, ROWS, BLOCK)
     else:
-        _quantise(
-            w,
-            words,
-            scales,
-            zeros,
-            outer,
-            M,
-            columns,
-            step_expert,
-            step_row,
-            flags,
-            0,
-            ELEMENTS,
-            SCALE,
-            GROUP,
-            ROWS,
-            BLOCK,
-        )
+        _quantise(tensors, sizes, flags, 0, FORMAT, ROWS, BLOCK)
 
 
 @triton.jit
@@ -613,11 +487,11 @@ def _prepared_halves(
 
 
 @triton.jit
-def move_codes(stored, words, M, columns, flags, ELEMENTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def move_codes(stored, words, most, M, columns, flags, ELEMENTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """words = the codes of ``stored`` [E, M, columns] in the prepared layout; BACK, stored = those of words.
 
     ``stored`` are bytes as a checkpoint has them, of 4 bits two codes in each; M and columns are whole 64s. A program
-    does a tile of ROWS and BLOCK.
+    does a tile of ROWS and BLOCK. LOOKS, most[program] = whether one of its e4m3 codes is NaN.
     """
     expert, row, first = _tile_of(M, columns, ROWS, BLOCK, ROWS)
     if (flags & _BACK) != 0:
@@ -625,6 +499,11 @@ def move_codes(stored, words, M, columns, flags, ELEMENTS: tl.constexpr, ROWS: t
         _put_stored(stored, expert, row, first, M, columns, left, right, ELEMENTS, BLOCK)
     else:
         left, right = _stored_halves(stored, expert, row, first, M, columns, ELEMENTS, BLOCK)
+        if ELEMENTS == _E4M3:  # noqa: SIM102 - which is known when it is compiled
+            if (flags & _LOOKS) != 0:
+                carry = ((_words_of_8(left, right) & 0x7F7F7F7F) + 0x01010101) >> 7 & 0x01010101
+                any_nan = tl.minimum(tl.max(tl.max(tl.max(carry, 2), 1), 0), 1)
+                tl.store(most + tl.program_id(0), any_nan)
         _put_prepared(words, expert, row, first, M, columns, left, right, ELEMENTS, ROWS, BLOCK)
 
 

@@ -12,7 +12,7 @@ from ...artifacts.errors import InputError
 from ...artifacts.records import Layout, bucket_of
 from ...kernels.activations import activation_of
 from ..check import tensors
-from ..check.call import autocast, check_fusions, expected_bucket, form_of
+from ..check.call import Starts, autocast, check_fusions, expected_bucket, form_of
 from ..driver.device import without_autocast
 from ..launch.products import operands_of
 from ..ops import padded_rows
@@ -194,7 +194,16 @@ def _of_codes(
     weights, placed = weights_of(gate_up, down, *biases), placed_of(x, m_sizes, m_starts)
     how, into = Layer(1, Layout(w_layout), act, bucket), as_rows(out)
     with without_autocast(codes.device.type):
-        y = padded_rows.layer(how, codes, weights, placed, zero_tail=bool(zero_tail), into=into, x_scale=scale)
+        y = padded_rows.layer(
+            how,
+            codes,
+            weights,
+            placed,
+            zero_tail=bool(zero_tail),
+            into=into,
+            x_scale=scale,
+            starts=Starts(m_starts, x.shape[-2], packs=True),
+        )
     if out is not None:
         _written(out)
         return out

@@ -14,7 +14,7 @@ from ...artifacts.errors import InputError
 from ...artifacts.records import Layout, bucket_of
 from .. import hooks
 from ..check import tensors
-from ..check.call import autocast, check_fusions, expected_bucket, form_of
+from ..check.call import Starts, autocast, check_fusions, expected_bucket, form_of
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import without_autocast
 from ..launch.products import operands_of
@@ -176,9 +176,13 @@ def _of_codes(
     if out is not None:
         read = {"m_sizes": m_sizes, "m_starts": m_starts, "bias": bias, **named("w", w)}
         check_out(_CALL, out, y_shape, x, read | {"x.codes": codes, "x.scale": scale})
-    placed, how = placed_of(x, m_sizes, m_starts), How(True, True, Layout(w_layout), form.zero_tail, bucket)
+    how, into = How(True, True, Layout(w_layout), form.zero_tail, bucket), as_rows(out)
+    starts = Starts(m_starts, x.shape[-2], packs=False)
     with without_autocast(codes.device.type):
-        y, _ = padded_rows.product(codes, w, placed, how, bias, None, as_rows(out), x_scale=scale)
+        y = padded_rows.in_place(codes, scale, w, m_sizes, starts, how, bias, into)
+        if y is None:
+            placed = placed_of(x, m_sizes, m_starts)
+            y, _ = padded_rows.product(codes, w, placed, how, bias, None, into, x_scale=scale)
     if out is not None:
         _written(out)
         return out

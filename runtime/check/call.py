@@ -428,6 +428,17 @@ class LowPart(NamedTuple):
     w: torch.Tensor
 
 
+class Starts(NamedTuple):
+    """Where the rows of each expert begin: at ``first`` int32 or int64 [E], without it at e * ``room``, the most rows.
+
+    ``packs``: rows of y are sorted without padding, as ``Rows.bounds`` says; else they are where x's are.
+    """
+
+    first: torch.Tensor | None  # type: ignore[assignment]  # (no search in a tuple)
+    room: int
+    packs: bool
+
+
 class Rows:
     """y[to(m)] = weight(m) * (x[from(m)] @ w[g].T + bias[g]): the forward, or dX with x = dy and y = dx.
 
@@ -438,6 +449,7 @@ class Rows:
     y whose index has none may hold anything. ``low`` is added by ``products.with_low_part`` alone. ``expected`` is the
     bucket of rows that a kernel is chosen for, if it is not M's; memory and grids are of M rows. With ``x_scale``
     [rows of x, groups], or [E, rows of x / E, groups], x is e4m3 codes, and row x[r, k] * x_scale[r, group of k].
+    With ``starts`` m are rows that lie apart, from(m) and to(m) m, or to(m) its number among those that there are.
 
     From these follow ``sizes`` (E, and N and K of w), ``columns`` and ``dtype`` of y, ``bucket`` (of rows, that the
     kernel is chosen for), ``spread`` (how many times the expected rows there may be, in buckets; 1 for fewer, or where
@@ -464,6 +476,7 @@ class Rows:
         "low",
         "expected",
         "x_scale",
+        "starts",
     )
     __slots__ = (*_FIELDS, "bucket", "columns", "dtype", "fusion", "sizes", "spread", "uses_index")
 
@@ -487,10 +500,12 @@ class Rows:
         low: LowPart | None = None,
         expected: int | None = None,
         x_scale: torch.Tensor | None = None,
+        starts: Starts | None = None,
     ) -> None:
         self.op, self.x, self.w, self.m_sizes, self.layout, self.M = op, x, w, m_sizes, layout, M
         self.index, self.gather_divisor, self.scatter = index, gather_divisor, scatter
-        self.row_weights, self.bias, self.low, self.x_scale = row_weights, bias, low, x_scale
+        self.row_weights, self.bias, self.low = row_weights, bias, low
+        self.x_scale, self.starts = x_scale, starts
         self.pin, self.zero_tail, self.bounds, self.loose, self.expected = pin, zero_tail, bounds, loose, expected
         E, N, K = w.shape
         if layout is not Layout.NK:
@@ -503,7 +518,8 @@ class Rows:
             self.bucket, self.spread = expected, max(1, self.bucket // max(1, expected))
         flags = (1 if gather_divisor else 0) | (2 if scatter else 0) | (4 if row_weights is not None else 0)
         self.uses_index = bool(flags)
-        self.fusion = Fusion(flags | (8 if bias is not None else 0) | (32 if low is not None else 0))
+        flags |= (8 if bias is not None else 0) | (32 if low is not None else 0) | (64 if starts is not None else 0)
+        self.fusion = Fusion(flags)
 
     def _replace(self, **changed: Any) -> Rows:
         return Rows(**{name: getattr(self, name) for name in self._FIELDS} | changed)

@@ -125,6 +125,33 @@ def with_low_part(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu)
             return next((candidate for candidate in candidates if candidate.config == config), candidates[0])
 
 
+def in_place(
+    snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, strict: bool = False
+) -> Candidate | None:
+    """The variant for M rows of ``problem``, with ``Fusion.STARTS``: codes of x where they arrive; or None.
+
+    None where by the cost model another way takes less: rows listed, their codes ordered, and the product that stores
+    by an index. No bundle has such choices, so both times are modelled.
+    """
+    if strict:  # which takes nothing of the candidates
+        return None
+    bucket, by_index = bucket_of(M), problem._replace(fusion=Fusion.SCATTER)
+    while True:  # each turn drops a bundle
+        with contextlib.suppress(Rejected):
+            candidates: list[Candidate] = []
+            for view in (snapshot.view(local, installed=True), snapshot.reserve(local)):
+                candidates = candidates or modelled(snapshot, problem, bucket, local, view, aligned=True, most=1)
+            ran = settle(snapshot, by_index, bucket, local, aligned=True, strict=False)
+            if not candidates or isinstance(ran, Miss):
+                return next(iter(candidates), None)
+            from ...kernels.chips import chip_of
+            from ...kernels.plans import in_place_is_faster
+
+            variants = candidates[0].variant, ran.chosen.variant
+            pays = in_place_is_faster(problem, bucket, *variants, chip_of(local.gpu, local.sm))
+            return candidates[0] if pays else None
+
+
 def whole_columns(problem: Problem) -> int:
     """N, up to whole 16 bytes of a row of y."""
     each = ALIGNMENT_BYTES // problem.dtype.itemsize

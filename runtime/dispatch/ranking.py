@@ -183,6 +183,7 @@ def order_of(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> Order | N
     key = ("order", id(view), asked, local)
     if key not in snapshot.rankers:
         forms = (Fusion.NONE, Fusion.GATHER) if low else (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
+        forms += (code,) if Fusion.STARTS in code else ()
         by_form = {form | low: _orders(snapshot, problem._replace(fusion=form | low, top_k=0), local) for form in forms}
         first = min((order for orders in by_form.values() for order in orders), key=_preference, default=None)
         own = by_form[code]

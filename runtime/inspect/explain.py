@@ -30,12 +30,21 @@ from ...kernels import plans as rule
 from ...kernels.chips import chip_named
 from ...kernels.entry import ALIGNMENT_BYTES
 from ...kernels.rowops import CODE_OPS
-from ...kernels.spec import code_of, takes_codes_of_x
+from ...kernels.spec import code_of, reads_in_place, takes_codes_of_x
 from .. import settings, verdicts
 from ..check.call import MAX_RANK
 from ..dispatch import compiled, plans
 from ..dispatch import snapshot as bundles
-from ..dispatch.decide import Decision, miss_reason, reason, settle, whole_columns, with_low_part, with_wide_rows
+from ..dispatch.decide import (
+    Decision,
+    in_place,
+    miss_reason,
+    reason,
+    settle,
+    whole_columns,
+    with_low_part,
+    with_wide_rows,
+)
 from ..dispatch.hints import build_line, remedy
 from ..dispatch.plans import Planned
 from ..dispatch.ranking import Candidate, Match, Origin, chosen, idles, modelled, summed, why_not
@@ -357,13 +366,13 @@ def explain(
     HostError
         if there is neither a GPU nor ``sm``.
     """
-    coded = False
+    coded, padded = False, getattr(x, "ndim", 2) == 3
     if x is not None and not isinstance(x, Problem):
         from ..weights.quantized_rows import QuantizedRows, checked  # here, as it brings torch along
 
         if isinstance(x, QuantizedRows):
             checked("explain", "x", x, w)
-            x, coded = x.stand_in(), True
+            x, coded, padded = x.stand_in(), True, x.codes.dim() == 3
     if isinstance(x, Problem):
         check_numbers(E=x.E, N=x.N, K=x.K)
         problem, natural = x, suits(x)
@@ -384,7 +393,7 @@ def explain(
         from ..check.call import expected_bucket  # here, as it brings torch along
 
         expected_bucket("explain", expected_rows, rows, "M")
-    how: dict[str, Any] = {"aligned": aligned, "wide_rows": wide, "top_k": top_k, "coded": coded}
+    how: dict[str, Any] = {"aligned": aligned, "wide_rows": wide, "top_k": top_k, "coded": coded, "padded": padded}
     answer = explain_on(problem, rows, local, **how, expected_rows=expected_rows)
     if expected_rows is not None:
         other = explain_on(problem, rows, local, **how)
@@ -402,15 +411,17 @@ def explain_on(
     top_k: int | None = None,
     expected_rows: int | None = None,
     coded: bool = False,
+    padded: bool = False,
 ) -> Explanation:
     """Explain a call on a GPU that need not be here.
 
-    ``wide_rows``: the rows of y may be filled up to be aligned. ``coded``: x arrives as codes.
+    ``wide_rows``: the rows of y may be filled up to be aligned. ``coded``: x arrives as codes, with
+    ``padded`` in [E, M_max, K].
     """
     verdicts.recall(local)
     strict, likely = settings.settings().strict, M if expected_rows is None else expected_rows
     answer = (
-        _of_codes(problem, likely, local, aligned, top_k or 0)
+        _of_codes(problem, likely, local, aligned, top_k or 0, padded)
         if coded
         else examine(bundles.snapshot(), problem, likely, local, aligned=aligned, strict=strict, top_k=top_k, rows=M)
     )
@@ -613,9 +624,18 @@ def _with_x_quantised(
     )
 
 
-def _of_codes(problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: int) -> Explanation:
-    """Explain a product whose x arrives as codes: a row kernel orders and gathers them."""
+def _of_codes(
+    problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: int, padded: bool = False
+) -> Explanation:
+    """Explain a product whose x arrives as codes: a row kernel orders and gathers them, or they are read in place."""
     snapshot = bundles.snapshot()
+    if padded and aligned and reads_in_place(problem):
+        starts = problem._replace(fusion=Fusion.STARTS, top_k=0)
+        candidate = in_place(snapshot, starts, M, local, strict=settings.settings().strict)
+        if candidate is not None:
+            why = "x arrives as codes, which are read in place: by the cost model faster than ordering them first"
+            view = snapshot.view(local, installed=True)
+            return Explanation(starts, M, aligned, local, why, (candidate,), view.skipped, coded=True)
     ruled = of_codes(snapshot, problem, M, local, top_k=top_k, aligned=aligned)
     view, candidates = snapshot.view(local, installed=True), () if ruled.chosen is None else (ruled.chosen,)
     raises = None if candidates else f"InputError: no kernel here reads x as codes: {ruled.reason}"

@@ -18,8 +18,9 @@ from ...artifacts.limits import PART
 from ...artifacts.records import DType, Fusion, Layout, LocalGpu, Model, Op, Problem, RowOp, buckets_between, dtypes_of
 from ...kernels.entry import has_aligned_rows
 from ...kernels.rowops import WEIGHT_OPS, dtype_of
+from ...kernels.spec import reads_in_place
 from ..dispatch import snapshot as dispatch_snapshot
-from ..dispatch.decide import forms_of
+from ..dispatch.decide import forms_of, in_place
 from ..dispatch.ranking import by_tile, why_not
 from ..dispatch.rowops import ranked
 from ..dispatch.snapshot import Rejected, Snapshot, View
@@ -193,6 +194,7 @@ def preload(
             *planned_for(cells, snapshot, local),
             *fallbacks_of(met, snapshot, local),
             *passes_of(met, snapshot, local),
+            *in_place_for(cells, snapshot, local),
         )
         handles = [_usable(bundle, index, device, snapshot, local) for bundle, index in more]
         if None not in handles:
@@ -281,6 +283,16 @@ def passes_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGpu) 
     )
     kernels = [ranked(snapshot, *kind, local, aligned=aligned)[:1] for kind in kinds for aligned in (True, False)]
     return list(dict.fromkeys((usable.bundle, index) for row in kernels for usable, index in row))
+
+
+def in_place_for(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
+    """The variants that read codes of padded rows where they arrive, of the cells' products."""
+    asked = (
+        in_place(snapshot, problem._replace(fusion=Fusion.STARTS), bucket, local, strict=settings().strict)
+        for problem, bucket in cells
+        if reads_in_place(problem) and not problem.fusion
+    )
+    return list(dict.fromkeys((candidate.usable.bundle, candidate.index) for candidate in asked if candidate))
 
 
 def problems_of(view: View) -> list[tuple[Problem, ...]]:

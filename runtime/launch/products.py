@@ -186,6 +186,29 @@ def resolve_activated(call: Rows, act: tuple[int, Activation], y: torch.Tensor |
     return _of_codes(ready, before, call, call.fusion, (N, call.index_end(call.M)))
 
 
+def resolve_in_place(call: Rows, y: torch.Tensor | None) -> Product | None:
+    """The step of a product of codes at ``call.starts`` into y, or new memory; None: other steps are to do it."""
+    from .quantised import ready_for_starts, starts_words
+
+    if isinstance(call.w, torch.Tensor) or call.starts is None or call.x_scale is None:
+        return None
+    first, _, packs = call.starts
+    stride_y = call.columns if y is None else row_stride(y, call.columns)
+    ready = ready_for_starts(call, call.w, y, stride_y)
+    if ready is None:
+        return None
+    step = Step.of(
+        ready.launcher,
+        ready.name,
+        {"w_scale": _plain_scale(call.w)} if ready.launcher.plain_scales else {},
+        absent=tuple([name for name, there in (("starts", first is not None), ("bounds", packs)) if not there]),
+        scales=False,
+        stride_y_m=stride_y,
+        **starts_words(call.starts, call.x_scale),
+    )
+    return Product((step,), zeroes=False)
+
+
 def resolve_low_rank(call: Rows, y: torch.Tensor) -> Product | None:
     """The steps of a product with a low-rank part into y; None where there is no code for it."""
     w = call.w

@@ -16,9 +16,11 @@ from ...kernels.activations import Activation
 from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
 from ...kernels.hopper_w4a16 import prepares
 from ...kernels.rowops import ANY_ROWS, CODE_OPS, PICKED
+from ...kernels.spec import reads_in_place
 from ..check.tensors import address_of, row_stride
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import capturing, local_gpu, platform_supported
+from ..settings import settings
 from ..weights.expert_weights import ExpertWeights
 from . import rowops
 from .program import Step
@@ -36,12 +38,14 @@ from .ready import (
 )
 
 if TYPE_CHECKING:
-    from ..check.call import Rows
+    from ..check.call import Rows, Starts
     from ..dispatch.snapshot import Usable
     from ..driver.rowops import RowOpLauncher
     from .gemm import Fused, LoadedKernel
 
 _MADE = {"used": "bounds", "scale": "codes"}  # the operands of a row kernel that makes codes; scales lie behind them
+
+_MOST_APART = (1 << 31) - 1
 
 _log = logging.getLogger(__name__)
 
@@ -179,6 +183,60 @@ def ready_for_codes(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready:
         lacking = lacks_for_codes(dispatch_snapshot.snapshot(), problem, local_gpu(device), RowOp.ORDER_CODES)
         raise _no_codes((lacking or "no usable bundle has the GEMM").removeprefix("x stays bf16: "))
     return ready
+
+
+def ready_for_starts(call: Rows, w: ExpertWeights, y: torch.Tensor | None, stride_y: int) -> Ready | None:
+    """The kernel for a product of codes where they arrive; None: their row kernel is to order them, as for any other.
+
+    It has no bias and zeroes nothing, and counts elements of x's scales in int32.
+    """
+    dtypes, (E, N, K), device, starts, scale = w.kernel_dtypes, w.shape, call.x.get_device(), call.starts, call.x_scale
+    if starts is None or scale is None or not dtypes or not w.is_prepared:
+        return None
+    problem = Problem(call.op, dtypes[0], E, N, K, Layout.NK, call.fusion)
+    if not reads_in_place(problem):
+        return None
+    if call.fusion is not Fusion.STARTS or call.zero_tail or call.pin is not None or K % CODE_OPS[dtypes[0]].columns:
+        return None
+    pointers = (call.x.data_ptr(), 0 if y is None else y.data_ptr(), w.codes.data_ptr(), w.scale.data_ptr())
+    least = min(scale.stride(), default=0) >= 0
+    apart = sum((size - 1) * step for size, step in zip(scale.shape, scale.stride(), strict=True))
+    if not is_aligned(ALIGNMENT_BYTES, *pointers, 2 * stride_y, 2 * N, K) or not least:
+        return None
+    if apart + 128 * scale.stride(-2) > _MOST_APART or E * starts.room * -(-N // 128) > _MOST_APART:
+        return None
+    key = ("in place", w.format, E, N, K, call.m_sizes.dtype, call.bucket, device)
+
+    def build() -> Ready | None:
+        from ..dispatch.decide import in_place  # here, as only a first launch needs them
+        from .loader import load_first
+
+        snapshot, local = dispatch_snapshot.snapshot(), local_gpu(device)
+
+        def choose() -> tuple[Usable, int] | None:
+            candidate = in_place(snapshot, problem, call.bucket, local, strict=settings().strict)
+            return None if candidate is None else (candidate.usable, candidate.index)
+
+        kernel = load_first(snapshot, choose, local, device) if platform_supported() else None
+        return None if kernel is None else of_rows(kernel, problem, call, Fused(Fusion.STARTS))
+
+    from .gemm import Fused
+
+    return kept(key, build)
+
+
+def starts_words(starts: Starts, scale: torch.Tensor) -> dict[str, int]:
+    """The numbers of a launch of codes where they arrive."""
+    step = 0 if starts.first is None else 2 if starts.first.dtype is torch.int64 else 1
+    apart = scale.stride(0) if scale.dim() == 3 else starts.room * scale.stride(0)
+    return {
+        "stride_scale_m": scale.stride(-2),
+        "stride_scale_k": scale.stride(-1),
+        "stride_scale_e": 0 if step else apart,
+        "starts_step": step,
+        "room": starts.room,
+        "packs": int(starts.packs),
+    }
 
 
 def _no_codes(why: str) -> InputError:

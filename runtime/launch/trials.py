@@ -24,7 +24,7 @@ from ...kernels.spec import takes_codes_of_x
 from ..driver import cuda
 from ..driver.cuda import Unfinished
 from ..driver.rowops import RowOpLauncher
-from ..weights.codes import Quantised, cat, quantise, values
+from ..weights.codes import E4M3_MOST, Quantised, cat, quantise, values
 from ..weights.expert_weights import ExpertWeights
 from ..weights.order import K_ORDER, ORDERS
 from ..weights.row_codes import codes_of_rows, values_of_rows, values_on_load
@@ -160,6 +160,7 @@ _COUNTS = torch.tensor((37, 0, 300, 1, 2, 24), dtype=torch.int32, device="cpu") 
 _E, _USED = 6, 364
 _M, _TOP_K = 370, 2  # the last 6 rows belong to no expert; sorted rows for each row of x, where they are gathered
 _NAN_ROW, _NAN_TOKEN = 338, 100  # the first row of the fifth expert; a row of x that is gathered
+_ROOM = 304  # rows from one expert to the next, where they lie apart
 _RANK = 72  # of a low-rank part: more than a step of a reduction, and no whole one
 _MOVED = Fusion.WEIGHT | Fusion.BIAS
 _CALLS = {
@@ -247,6 +248,9 @@ def _rows(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
     """y, and the memory around it."""
     variant = kernel.variant
     on = _operands(variant, here)
+    if variant.fusion is Fusion.STARTS:
+        yield from _in_place(kernel, here, on)
+        return
     biased = Fusion.BIAS if variant.dtype.quantised and variant.fusion is Fusion.LOW_RANK else Fusion.NONE
     for fusion, zero_tail in _CALLS[variant.fusion]:
         yield _call(kernel, here, on, fusion | biased, zero_tail)
@@ -302,6 +306,47 @@ def _call(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, fusion: Fu
         result[rest] = 0
     what = f"{f'{fusion.name} ' if fusion else ''}y{' with zero_tail' if zero_tail else ''}"
     return what, placed, want, _most(variant.dtype)
+
+
+def _in_place(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands) -> _Checks:
+    """y of codes that lie apart, with NaN between them: padded, at starts, and stored without padding."""
+    variant, (columns, K), R = kernel.variant, on.w_values.shape[1:], _E * _ROOM
+    of_x = variant.dtype.precision.x.scale
+    if of_x is None or isinstance(on.w, torch.Tensor):
+        raise AssertionError(f"{variant.dtype.value} does not quantise x and w")
+    groups = _Draw().normal(_USED, K).view(_USED, -1, of_x.columns)
+    factor = groups.abs().amax(2) / E4M3_MOST
+    codes = (groups / factor[..., None]).to(torch.float8_e4m3fn)
+    values, product = (codes.float() * factor[..., None]).view(_USED, K), _full(_USED, columns)
+    reference.rows(values, on.w_values, _COUNTS, product, M=_USED, layout=Layout.NK)
+    launch = gemm.product_launcher(kernel, N=columns, K=K, E=_E, m_sizes_step=1, fused=gemm.Fused(Fusion.STARTS))
+    apart, bounds = torch.arange(_E, device="cpu") * _ROOM, [0, *_COUNTS.cumsum(0).tolist()]
+    for what, starts, packs in (
+        ("y of padded rows", None, False),
+        ("y of rows at starts", apart.flip(0) + 3, False),
+        ("y of rows at starts, without padding,", apart.flip(0) + 3, True),
+    ):
+        first = apart if starts is None else starts
+        rows = torch.cat([first[e] + torch.arange(n, device="cpu") for e, n in enumerate(_COUNTS.tolist())])
+        x = torch.full((R, K), 0x7F, dtype=torch.uint8, device="cpu")  # NaN
+        scale = _full(R, K // of_x.columns, value=float("nan"))
+        x[rows], scale[rows] = codes.view(torch.uint8).view(_USED, K), factor
+        words: dict[str, Any] = {"x": here.put(x), "starts": 0, "starts_step": 0, "room": _ROOM, "packs": int(packs)}
+        words |= {"bounds": here.put(torch.tensor(bounds, dtype=torch.int32, device="cpu")) if packs else 0}
+        strides = scale.stride(0), scale.stride(1), _ROOM * scale.stride(0)
+        if starts is None:
+            words |= {"x_scale": here.put(scale)}
+        else:  # scales of a column of x lie together
+            words |= {"starts": here.put(starts), "starts_step": 2, "room": R, "x_scale": here.put(scale.T)}
+            strides = 1, R, 0
+        words |= dict(zip(("stride_scale_m", "stride_scale_k", "stride_scale_e"), strides, strict=True))
+        placed = here.put(_full(R + 2, columns + 8, dtype=_TORCH[variant.dtype]))
+        m_sizes, addresses = here.put(_COUNTS), _addresses(words | gemm.words_of(on.w, launch))
+        for _ in range(2):
+            launch(placed[1:].data_ptr(), m_sizes.data_ptr(), here.stream, M=R, stride_y_m=columns + 8, **addresses)
+        want = _full(R + 2, columns + 8)
+        want[1:-1, :columns][torch.arange(_USED, device="cpu") if packs else rows] = product
+        yield what, placed, want, _most(variant.dtype)
 
 
 def _weight(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
@@ -679,15 +724,21 @@ def _dequantize_weights(on: _RowKernel) -> _Checks:
 
 
 def _move_codes(on: _RowKernel) -> _Checks:
-    """Bytes in the one layout and in the other, there and back."""
+    """Bytes in the one layout and in the other, there and back; and which tiles have NaN: the first expert's."""
     stored = empty(on.kind.value, *_W, torch.device("cpu")).codes
     _raw(stored).copy_(on.draw.integers(0, 256, _raw(stored).numel()))
+    _raw(stored[1:]).bitwise_and_(0xBF)
     words = torch.stack([ORDERS[on.kind.value].prepared(codes) for codes in stored])
-    for name, want, source, flags in (("words", words, stored, 0), ("stored", stored, words, rowops.BACK)):
-        other = "words" if flags else "stored"
-        result = _room(on, want)
-        on.run(_tiles(on), M=N, columns=K, flags=flags, **{name: result, other: on.words(_raw(source))})
+    nan = (torch.arange(_tiles(on), device="cpu") < _tiles(on) // E).int()
+    looks = rowops.LOOKS if stored.dtype is torch.float8_e4m3fn else 0
+    for name, want, source, flags in (("words", words, stored, looks), ("stored", stored, words, rowops.BACK)):
+        other = "stored" if name == "words" else "words"
+        result, most = _room(on, want), _room(on, nan)
+        arguments = {name: result, other: on.words(_raw(source)), "most": most}
+        on.run(_tiles(on), M=N, columns=K, flags=flags, **arguments)
         yield _bits(name, result, want)
+        if flags == rowops.LOOKS:
+            yield _bits("tiles with NaN", most, nan)
 
 
 def _largest_weight(on: _RowKernel) -> _Checks:

@@ -13,7 +13,7 @@ import torch
 
 from ...artifacts.records import DType, RowOp
 from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
-from ...kernels.rowops import BACK, FP16_WEIGHTS, FP32_WEIGHTS, PREPARED, RowOpSpec, dtype_of, tiles
+from ...kernels.rowops import BACK, FP16_WEIGHTS, FP32_WEIGHTS, LOOKS, PREPARED, RowOpSpec, dtype_of, tiles
 from ..driver.device import current_stream, on
 from ..weights import writing
 from ..weights.codes import E2M1_MOST, E4M3_MOST, Quantised, invertible, quotient
@@ -106,8 +106,14 @@ def _launch(op: RowOp, format: str, w: torch.Tensor, *, prepared: bool, **addres
     return True
 
 
-def _move(launch: RowOpLauncher, spec: RowOpSpec, codes: torch.Tensor, to: torch.Tensor) -> bool:
-    """Move codes; False where memory is not dense or not aligned."""
+def _move(
+    launch: RowOpLauncher,
+    spec: RowOpSpec,
+    codes: torch.Tensor,
+    to: torch.Tensor,
+    nan: list[torch.Tensor] | None = None,
+) -> bool:
+    """Move codes, as ``writing.Mover`` says; False where memory is not dense or not aligned."""
     back = to.dim() < codes.dim()
     words, stored = (codes, to) if back else (to, codes)
     aligned = is_aligned(ALIGNMENT_BYTES, codes.data_ptr(), to.data_ptr())
@@ -116,9 +122,13 @@ def _move(launch: RowOpLauncher, spec: RowOpSpec, codes: torch.Tensor, to: torch
     E, row_blocks, blocks = words.shape[:3]
     N, K = row_blocks * _BLOCK, blocks * _BLOCK
     addresses = {"stored": stored.data_ptr(), "words": words.data_ptr()}
-    numbers = {"M": N, "columns": K, "flags": BACK if back else 0}
+    count, flags, most = tiles(spec, E, N, K), BACK if back else 0, 0
+    if nan is not None and codes.dtype is torch.float8_e4m3fn:
+        nan.append(torch.empty(count, dtype=torch.int32, device=codes.device))
+        flags, most = flags | LOOKS, nan[-1].data_ptr()
+    numbers = {"M": N, "columns": K, "flags": flags, "most": most}
     with on(codes.get_device()):
-        launch(tiles(spec, E, N, K), current_stream(codes.get_device()), addresses | numbers)
+        launch(count, current_stream(codes.get_device()), addresses | numbers)
     return True
 
 

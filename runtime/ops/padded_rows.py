@@ -17,7 +17,7 @@ import torch
 from ...artifacts.records import DType, Layout, Op, RowOp
 from ...artifacts.tuples import NamedTuple
 from ..check import tensors
-from ..check.call import Rows
+from ..check.call import Rows, Starts
 from ..check.saved import Frozen, Saved
 from ..check.tensors import in_memory
 from ..driver.device import allocator, current_stream, on, without_autocast
@@ -29,7 +29,7 @@ from .activation import RowActivation
 from .autograd import differentiated_once
 from .layer import GATED_IN_PRODUCT, NO_ADAPTERS, FrozenWeights, Layer, Weights
 from .low_rank import Adapters, LowRank, LowRankGradients
-from .products import gated_rows, of_activated, weight
+from .products import gated_rows, of_activated, rows_in_place, weight
 
 _MOST_ROWS = 1 << 29  # the kernel counts in int32
 _STEPS = {torch.int32: 1, torch.int64: 2}
@@ -143,6 +143,29 @@ def product(
         u = low_rank.narrowed(adapter, x, placed.m_sizes, index, int(how.reads), placed.bounds, do, how.bucket)
     call = _rows(Op.FORWARD, x, w, placed, how, bias)._replace(loose=out is None, x_scale=x_scale)
     return low_rank.product(call, adapter, u, do, out, x.shape[0]), u
+
+
+def in_place(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    w: torch.Tensor | ExpertWeights,
+    m_sizes: torch.Tensor,
+    starts: Starts,
+    how: How,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+    do: Now = NOW,
+    bounds: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """y [R, N] of codes x [R, K], read where they arrive; None where no kernel pays.
+
+    With ``bounds`` (``Placed``) rows of y are packed, and else where x's are.
+    """
+    if bias is not None or how.zero_tail:
+        return None
+    call = Rows(Op.FORWARD, x, w, m_sizes, how.layout, x.shape[0], expected=how.bucket, x_scale=x_scale)
+    call = call._replace(starts=starts, bounds=bounds)
+    return rows_in_place(call, do, out)
 
 
 def _rows(
@@ -316,11 +339,12 @@ def layer(
     adapters: Adapters = NO_ADAPTERS,
     do: Now = NOW,
     x_scale: torch.Tensor | None = None,
+    starts: Starts | None = None,
 ) -> torch.Tensor:
     """y [R, H] = act(x @ gate_up[e].T) @ down[e].T of padded rows x [R, H]; ``how.top_k`` is 1.
 
     y is ``into`` if it is given, whose padding stays as it is without ``zero_tail``. Where nothing needs a gradient.
-    x are codes with ``x_scale`` (``Rows``).
+    x are codes with ``x_scale`` (``Rows``), which begin at ``starts``.
     """
     _, layout, act, bucket = how
     first_how, second_how = How(True, False, layout, False, bucket), How(False, True, layout, zero_tail, bucket)
@@ -328,7 +352,11 @@ def layer(
     a = gated_rows(first, do) if x_scale is None and act == GATED_IN_PRODUCT and adapters.first is None else None
     if a is None:
         up = parameters.gate_up, placed, first_how, parameters.gate_up_bias, adapters.first
-        h, _ = product(x, *up, do=do, x_scale=x_scale)
+        h = None
+        if x_scale is not None and starts is not None:
+            h = in_place(x, x_scale, up[0], placed.m_sizes, starts, first_how, up[3], do=do, bounds=placed.bounds)
+        if h is None:
+            h, _ = product(x, *up, do=do, x_scale=x_scale)
         if adapters.second is None:
             of_h = _rows(Op.FORWARD, h, parameters.down, placed, second_how, parameters.down_bias)
             y = of_activated(of_h._replace(loose=into is None), act, do, into)

@@ -23,6 +23,7 @@ from ..launch.products import (
     resolve,
     resolve_activated,
     resolve_gated,
+    resolve_in_place,
     resolve_low_rank,
     resolve_new,
     resolve_weight,
@@ -287,6 +288,8 @@ def _run(product: Product, call: Rows, y: torch.Tensor, do: Now) -> None:
         "bounds": call.bounds,
         **operands_of(call.w),
     }
+    if call.starts is not None:
+        operands["starts"] = call.starts.first
     if call.low is not None:
         operands |= {"low_x": call.low.x, "low_w": call.low.w}
     if product.in_range is not None and call.index is not None:
@@ -342,6 +345,22 @@ def _zero_rest(call: Rows, y: torch.Tensor, do: Now) -> None:
 
 def _zero(y: torch.Tensor) -> torch.Tensor:
     return y.zero_()
+
+
+def rows_in_place(call: Rows, do: Now = NOW, y: torch.Tensor | None = None) -> torch.Tensor | None:
+    """y [M, N] of codes at ``starts``, by one kernel that reads them there; None where no bundle has one that pays.
+
+    Other rows of y are left as they are, or hold anything in new memory.
+    """
+    if isinstance(call.w, torch.Tensor) or not (call.M and all(call.sizes)) or not tensors.on_gpu(call.x):
+        return None
+    with on(call.x.get_device()):
+        product = resolve_in_place(call, y)
+        if product is None:
+            return None
+        y = do.new(call.x, (call.M, call.columns), call.dtype) if y is None else y
+        _run(product, call, y, do)
+    return y
 
 
 def gated_rows(call: Rows, do: Now = NOW) -> torch.Tensor | None:

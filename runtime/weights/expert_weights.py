@@ -341,13 +341,17 @@ class ExpertWeights:
                     "ExpertWeights: prepare() in the capture of a CUDA graph, which would read released "
                     "tensors: call it before the capture"
                 )
-            if not self._has_room(order):
+            if not order.fits(self._quantised):
                 return self
             with torch.inference_mode(False), torch.no_grad():
-                codes = writing.prepared_codes(self.format, self.codes, move)
+                nan: list[torch.Tensor] = []
+                codes = writing.moved_codes(self.format, self.codes, move, nan)
+                if _is_any(nan):
+                    self._log_nan()
+                    return self
                 moves = order.prepared_scale is not None and order.moves(self.scale)
-                scale = writing.prepared_scale(self.format, self.scale) if moves else self.scale
-                zero = None if self.zero is None else writing.prepared_scale(self.format, self.zero)
+                scale = writing.moved_scale(self.format, self.scale) if moves else self.scale
+                zero = None if self.zero is None else writing.moved_scale(self.format, self.zero)
             prepared = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
             _ = prepared.kernel_scale  # derive it now: a graph capture can't
             released, self.__dict__ = self.__dict__, {"format": self.format, "_prepared": prepared}
@@ -361,9 +365,13 @@ class ExpertWeights:
         Their dtypes and shapes stay, and what is in them is no longer what these say.
         """
         order = _orders().get(self.format)
-        if order is None or self.is_prepared or not self._has_room(order):
+        if order is None or self.is_prepared or not order.fits(self._quantised):
             return self
-        return self._rewritten(moved=order.prepared_scale is not None and order.moves(self.scale))
+        try:
+            return self._rewritten(moved=order.prepared_scale is not None and order.moves(self.scale))
+        except _NanError:
+            self._log_nan()
+            return self
 
     def restore_in_place(self) -> ExpertWeights:
         """Restore the checkpoint's layout in the memory of these tensors."""
@@ -376,17 +384,18 @@ class ExpertWeights:
         from . import writing
         from .order import rewriting
 
-        move = writing.mover(self.format, self.codes)
+        nan: list[torch.Tensor] = []
+        by = writing.mover(self.format, self.codes)
         of_codes = (
-            partial(writing.prepared_codes, self.format, by=move),
-            partial(writing.stored_codes, self.format, by=move),
+            partial(writing.codes_room, self.format),
+            partial(writing.move_codes, self.format, by=by, nan=None if self.is_prepared else nan),
         )
-        of_scale = partial(writing.prepared_scale, self.format), partial(writing.stored_scale, self.format)
-        if self.is_prepared:
-            of_codes, of_scale = of_codes[::-1], of_scale[::-1]
+        of_scale = partial(writing.scale_room, self.format), partial(writing.move_scale, self.format)
         codes, scale, zero = self.codes, self.scale, self.zero
         with torch.inference_mode(codes.is_inference()), torch.no_grad(), rewriting() as rewrite:
             codes = rewrite(codes, *of_codes)
+            if _is_any(nan):
+                raise _NanError
             scale = rewrite(scale, *of_scale) if moved else scale
             zero = None if zero is None else rewrite(zero, *of_scale)
             rewritten = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
@@ -403,9 +412,9 @@ class ExpertWeights:
 
         order = _order_of(self)
         with torch.inference_mode(False), torch.no_grad():
-            codes = writing.stored_codes(self.format, self.codes, writing.mover(self.format, self.codes))
-            scale = writing.stored_scale(self.format, self.scale) if _moved(order, self.scale) else self.scale
-            zero = None if self.zero is None else writing.stored_scale(self.format, self.zero)
+            codes = writing.moved_codes(self.format, self.codes, writing.mover(self.format, self.codes))
+            scale = writing.moved_scale(self.format, self.scale) if _moved(order, self.scale) else self.scale
+            zero = None if self.zero is None else writing.moved_scale(self.format, self.zero)
         return ExpertWeights(self.format, codes, scale, zero, self.global_scale)
 
     def copy_(self, other: ExpertWeights | torch.Tensor, *, check: bool = True) -> ExpertWeights:
@@ -624,19 +633,14 @@ class ExpertWeights:
         prepared = ", prepared" if self.is_prepared else ""
         return f"ExpertWeights({self.format}, E={E}, N={N}, K={K}, device={str(self.device)!r}{prepared})"
 
-    def _has_room(self, order: CodeOrder) -> bool:
-        """True if these weights can be prepared; NaN among their codes is logged."""
-        if not order.fits(self._quantised):
-            return False
-        if not _has_nan(self):
-            return True
+    def _log_nan(self) -> None:
+        """Log where NaN is among codes in the checkpoint's layout."""
         _log.warning(
             "pretuned: %s codes are %s: these weights stay in the checkpoint's layout. If experts that get tokens have "
             "it, mend the checkpoint",
             self.format,
             place_of_nan(self.codes),
         )
-        return False
 
     def _check_order(self, number: int) -> None:
         """Raise InputError where the codes are not in the layout that a saved state says."""
@@ -669,6 +673,15 @@ class ExpertWeights:
         from .codes import Quantised
 
         return Quantised(self.codes, self.scale, self.zero, self.global_scale)
+
+
+class _NanError(Exception):
+    """NaN was among codes that were prepared in place."""
+
+
+def _is_any(flags: list[torch.Tensor]) -> bool:
+    """Whether any of some tensors on a device is not 0; this waits for it."""
+    return bool(flags) and bool(torch.cat([flag.flatten() for flag in flags]).any())
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

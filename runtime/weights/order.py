@@ -93,36 +93,41 @@ class CodeOrder(NamedTuple):
 
 
 @contextlib.contextmanager
-def rewriting() -> Iterator[Callable[[torch.Tensor, _Move, _Move], torch.Tensor]]:
-    """Yield f(given, move, back), which writes ``move`` of some experts' parts over ``given``; ``back`` undoes that.
+def rewriting() -> Iterator[
+    Callable[[torch.Tensor, _Move, Callable[[torch.Tensor, torch.Tensor], None]], torch.Tensor]
+]:
+    """Yield f(tensor, room, move), which writes a tensor in its other layout over itself, some experts at a time.
 
-    Both map the parts of several experts. f returns the memory of ``given`` in its new shape. If this context fails
-    anywhere, all tensors are as they were.
+    room(part) is new memory for the part of some experts in the other layout; move(part, to) writes it there, and back.
+    f returns the memory of ``tensor`` in its new shape. If this context fails anywhere, all tensors are as they were.
     """
-    done: list[tuple[torch.Tensor, torch.Tensor, _Move]] = []
+    done: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, Callable[[torch.Tensor, torch.Tensor], None]]] = []
 
-    def rewrite(tensor: torch.Tensor, move: _Move, back: _Move) -> torch.Tensor:
+    def rewrite(tensor: torch.Tensor, room: _Move, move: Callable[[torch.Tensor, torch.Tensor], None]) -> torch.Tensor:
         many = max(1, _CHUNK_BYTES // (tensor[0].numel() * tensor.element_size()))
-        moved = move(tensor[:many])
-        whole = tensor.flatten(1).view(torch.uint8).view(moved.dtype).view(tensor.shape[0], *moved.shape[1:])
-        for first in range(0, tensor.shape[0], many):
-            before, after = tensor[first : first + many], whole[first : first + many]
-            _overwrite(after, move(before) if first else moved)
-            done.append((before, after, back))
+        parts = tensor.split(many)
+        scratch = room(parts[0])
+        whole = _in_shape_of(scratch, tensor)
+        for before, after in zip(parts, whole.split(many), strict=True):
+            to = scratch[: len(before)]
+            move(before, to)
+            done.append((before, after, scratch, move))
+            after.copy_(to)
         return whole
 
     try:
         yield rewrite
     except BaseException:
-        for before, after, back in done:
-            _overwrite(before, back(after))
+        for before, after, scratch, move in done:
+            to = _in_shape_of(before, scratch)[: len(before)]
+            move(after, to)
+            before.copy_(to)
         raise
 
 
-def _overwrite(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``made``, unless it is this memory in another shape: where K is one block, scales stay as they are."""
-    if source.data_ptr() != to.data_ptr():
-        to.copy_(source)
+def _in_shape_of(part: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Memory of some experts in the dtype and shape of a part of others."""
+    return memory.flatten(1).view(torch.uint8).view(part.dtype).view(memory.shape[0], *part.shape[1:])
 
 
 def _codes(name: str) -> tuple[_Move, _Move]:
@@ -225,11 +230,14 @@ def _of_blocks(scale: torch.Tensor) -> torch.Tensor:
 
     These two times: TMA moves 16 bytes at least. The forward reads the first.
     """
-    wide = scale.double() * 2.0**_E4M3_SHIFT
+    wide = scale.float() * 2.0**_E4M3_SHIFT  # exact where a kernel has room for it, and so is the rest
     near = wide.to(torch.bfloat16)
-    rest = (wide - near.double()).to(torch.bfloat16)
-    eight = torch.stack([near, near, rest, rest] * 2, -1)
-    return eight.repeat_interleave(2, 1).repeat_interleave(2, 2).contiguous()
+    rest = (wide - near).to(torch.bfloat16)
+    E, rows, columns = scale.shape
+    eight = near.new_empty(E, rows, 2, columns, 2, 2, 2, 2)
+    for i, part in enumerate((near, rest)):
+        eight[..., i, :] = part[:, :, None, :, None, None, None]
+    return eight.view(E, 2 * rows, 2 * columns, 8)
 
 
 def _whole(weights: Quantised, rows: int, columns: int) -> bool:

@@ -7,20 +7,25 @@ imported and a bundle has kernels for it, a GPU's weights are written by these. 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 
 from ...artifacts.records import PRECISIONS
 from .codes import Quantised, quantise
 from .order import ORDERS, PREPARED_DIMS, ZERO
-from .validate import bad, described, repeated
+from .validate import bad, described, has_nan, repeated
 
 _SCALES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 _FP16_SCALE = 65504.0 * 7  # |w| of int4 whose scale fp16 has
 _MOST_OF_A_RANGE = 2.0**127  # the difference of two numbers below it is finite
 
-Mover: TypeAlias = Callable[[torch.Tensor, torch.Tensor], bool]  # (codes in the one layout, memory in the other)
+
+class Mover(Protocol):
+    """A kernel that moves all experts' codes to memory in the other layout; False if it does not take them."""
+
+    def __call__(self, codes: torch.Tensor, to: torch.Tensor, nan: list[torch.Tensor] | None = None) -> bool:
+        """Move e4m3 codes, and append to ``nan``, if it is a list, a tensor that is 0 where none is NaN."""
 
 
 class WriteKernels(Protocol):
@@ -144,20 +149,27 @@ def mover(format: str, codes: torch.Tensor | None) -> Mover | None:
     return None if kernels is None or codes is None or not codes.is_cuda else kernels.mover(format, codes)
 
 
-def move_codes(format: str, codes: torch.Tensor, to: torch.Tensor, by: Mover | None = None) -> None:
-    """Copy codes to memory in either layout, on any device; on one by a kernel, if there is one."""
+def move_codes(
+    format: str, codes: torch.Tensor, to: torch.Tensor, by: Mover | None = None, nan: list[torch.Tensor] | None = None
+) -> None:
+    """Copy codes to memory in either layout, on any device; on one by a kernel, if there is one.
+
+    ``nan`` is as of ``Mover``, for codes that are moved to the prepared layout.
+    """
     order = ORDERS.get(format)
     back = to.dim() < codes.dim()
     move = None if order is None or to.dim() == codes.dim() else order.stored if back else order.prepared
+    if move is not None and by is not None and codes.device == to.device and by(codes, to, nan):
+        _written(to)
+        return
     with torch.inference_mode(to.is_inference()), torch.no_grad():
         if move is None:
             to.copy_(codes)
             return
-        if by is not None and codes.device == to.device and by(codes, to):
-            _written(to)
-            return
         for expert in range(to.shape[0]):
             to[expert].copy_(move(codes[expert].to(to.device)))
+        if nan is not None and codes.dtype is torch.float8_e4m3fn:
+            nan.append(torch.tensor(has_nan(codes)))
 
 
 def move_scale(format: str, scale: torch.Tensor, to: torch.Tensor) -> None:
@@ -187,44 +199,41 @@ def _by_blocks(scale: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return bytes_of(scale).view(E, row_blocks, rows, column_blocks, groups).transpose(2, 3)
 
 
-def prepared_scale(format: str, scale: torch.Tensor) -> torch.Tensor:
-    """Scales or zero points [E, N, groups] in the prepared layout, in new memory."""
-    E, N, width = scale.shape
+def scale_room(format: str, scale: torch.Tensor) -> torch.Tensor:
+    """New memory for scales or zero points in the layout that they are not in."""
     of = PRECISIONS[format].w.scale
+    if scale.dim() == PREPARED_DIMS - 1:
+        E, row_blocks, column_blocks, rows, groups = scale.shape
+        dtype = torch.uint8 if scale.dtype is torch.int8 else scale.dtype
+        return scale.new_empty((E, row_blocks * rows, column_blocks * groups), dtype=dtype)
+    E, N, width = scale.shape
     groups = max(1, 64 // (of.columns if of is not None else 64))
     dtype = torch.int8 if of is not None and of.zero_bits and scale.dtype is torch.uint8 else scale.dtype
-    out = torch.empty((E, N // 64, width // groups, 64, groups), dtype=dtype, device=scale.device)
+    return scale.new_empty((E, N // 64, width // groups, 64, groups), dtype=dtype)
+
+
+def moved_scale(format: str, scale: torch.Tensor) -> torch.Tensor:
+    """Scales or zero points in the other layout, in new memory."""
+    out = scale_room(format, scale)
     move_scale(format, scale, out)
     return out
 
 
-def stored_scale(format: str, scale: torch.Tensor) -> torch.Tensor:
-    """Prepared scales or zero points in the checkpoint's layout, in new memory."""
-    E, row_blocks, column_blocks, rows, groups = scale.shape
-    dtype = torch.uint8 if scale.dtype is torch.int8 else scale.dtype
-    out = torch.empty((E, row_blocks * rows, column_blocks * groups), dtype=dtype, device=scale.device)
-    move_scale(format, scale, out)
-    return out
-
-
-def prepared_codes(format: str, codes: torch.Tensor, by: Mover | None = None) -> torch.Tensor:
-    """Codes [E, N, K] or [E, N, K/2] in the prepared layout, in new memory."""
+def codes_room(format: str, codes: torch.Tensor) -> torch.Tensor:
+    """New memory for codes in the layout that they are not in."""
+    bits = PRECISIONS[format].w.bits
+    if codes.dim() == PREPARED_DIMS:
+        E, row_blocks, blocks = codes.shape[:3]
+        dtype = torch.uint8 if bits == 4 else torch.float8_e4m3fn
+        return codes.new_empty((E, row_blocks * 64, blocks * 64 * bits // 8), dtype=dtype)
     E, N, last = codes.shape
-    bits = PRECISIONS[format].w.bits
-    K = last * 8 // bits
-    out = codes.new_empty((E, N // 64, K // 64, 64, 4, 2 if bits == 4 else 4), dtype=torch.int32)
-    move_codes(format, codes, out, by)
-    return out
+    return codes.new_empty((E, N // 64, last * 8 // bits // 64, 64, 4, 2 if bits == 4 else 4), dtype=torch.int32)
 
 
-def stored_codes(format: str, codes: torch.Tensor, by: Mover | None = None) -> torch.Tensor:
-    """Prepared codes in the checkpoint's layout, in new memory."""
-    if codes.dim() != PREPARED_DIMS:
-        raise AssertionError(f"codes of {codes.dim()} dimensions are not prepared")
-    E, row_blocks, blocks = codes.shape[:3]
-    bits = PRECISIONS[format].w.bits
-    out = codes.new_empty(
-        (E, row_blocks * 64, blocks * 64 * bits // 8), dtype=torch.uint8 if bits == 4 else torch.float8_e4m3fn
-    )
-    move_codes(format, codes, out, by)
+def moved_codes(
+    format: str, codes: torch.Tensor, by: Mover | None = None, nan: list[torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Codes in the other layout, in new memory; ``nan`` is as of ``move_codes``."""
+    out = codes_room(format, codes)
+    move_codes(format, codes, out, by, nan)
     return out

@@ -8,10 +8,12 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import largest_tensors
 import pytest
 import sglang_layer
 import tiny_quantised
@@ -453,46 +455,133 @@ def names_of(name: str, given: list[Any], experts: Any = range(E)) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8 rows", "compressed int4", "awq", "nvfp4", "compressed int4 padded"])
-def test_a_trainer_s_tensors_by_sglang_s_weight_updater(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All experts in buckets of any order, then two experts alone: the same bits as of a fresh layer, in place."""
-    from sglang.srt.model_executor.model_runner_components import weight_updater
+REFITS = ["fp8", "fp8 rows", "compressed int4", "awq", "nvfp4", "compressed int4 padded"]
 
-    load(monkeypatch, PRETUNED_SGLANG="1")
-    monkeypatch.setattr(weight_updater.WeightUpdater, "_assert_weight_cache_inactive", lambda *_: None)
-    monkeypatch.setattr(weight_updater, "_unwrap_tensor", lambda tensor, **_: tensor)
-    monkeypatch.setattr(weight_updater, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
-    first, other, third = (matrices(kind, seed) for seed in range(3))
-    layer = fused(quant_config(kind), **sizes(kind))
-    fill(layer, kind, first)
-    layer.quant_method.process_weights_after_loading(layer)
-    model, held = Named(layer, kind), layer.pretuned_experts.weights
-    places = [one.data_ptr() for one in tensors(held)]
-    fields = dict.fromkeys(("tp_rank", "gpu_id", "model_config", "update_model_fields", "recapture_cuda_graph"))
-    updater = weight_updater.WeightUpdater(
-        **fields, device="cpu", custom_weight_loaders={}, get_model=lambda: model, get_model_runner=lambda: None
-    )
 
-    def refit(named: dict[str, torch.Tensor], order: list[str]) -> None:
-        updater.begin_weight_update()
-        for bucket in (order[: len(order) // 3], order[len(order) // 3 :]):
-            done, told = updater.update_weights_from_tensor([(one, named[one]) for one in bucket])
+class Refit:
+    """A layer that pretuned runs, SGLang's own updater of its model, and the checkpoints that it gets."""
+
+    def __init__(self, kind: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        from sglang.srt.model_executor.model_runner_components import weight_updater
+
+        load(monkeypatch, PRETUNED_SGLANG="1")
+        monkeypatch.setattr(weight_updater.WeightUpdater, "_assert_weight_cache_inactive", lambda *_: None)
+        monkeypatch.setattr(weight_updater, "_unwrap_tensor", lambda tensor, **_: tensor)
+        monkeypatch.setattr(weight_updater, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
+        self.kind, self.folder = kind, folder
+        self.first, self.other, self.third = (matrices(kind, seed) for seed in range(3))
+        self.layer = self.fresh(self.first)
+        self.model, self.held = Named(self.layer, kind), self.layer.pretuned_experts.weights
+        self.places = [one.data_ptr() for one in tensors(self.held)]
+        config = SimpleNamespace(model_path="", revision=None, dtype=torch.float32, quantization=None)
+        config.hf_config = SimpleNamespace(architectures=["Named"], model_type="named")
+        self.updater = weight_updater.WeightUpdater(
+            tp_rank=0,
+            gpu_id=0,
+            device="cpu",
+            model_config=config,
+            custom_weight_loaders={},
+            get_model=lambda: self.model,
+            get_model_runner=lambda: None,
+            update_model_fields=lambda *_, **__: None,
+            recapture_cuda_graph=lambda: None,
+        )
+
+    def fresh(self, given: list[Any], more: dict[str, torch.Tensor] | None = None) -> Any:
+        """A new layer of these weights, and of some by name that come after them."""
+        made = fused(quant_config(self.kind), **sizes(self.kind))
+        fill(made, self.kind, given)
+        Named(made, self.kind).load_weights((more or {}).items())
+        made.quant_method.process_weights_after_loading(made)
+        return made
+
+    def update(self, how: str, named: dict[str, torch.Tensor]) -> None:
+        """New weights, their names in any order, in two buckets."""
+        order = random.Random(1).sample(sorted(named), len(named))
+        buckets = [[(one, named[one]) for one in part] for part in (order[: len(order) // 3], order[len(order) // 3 :])]
+        if how == "disk":
+            self.from_disk(named)
+            return
+        self.updater.begin_weight_update()
+        for done, told in self.from_tensors(buckets) if how == "tensor" else self.from_distributed(buckets):
             assert done, told
-        updater.end_weight_update(run_post_load=False)
+        self.updater.end_weight_update(run_post_load=False)
 
-    for given, want in (
-        (names_of(kind, other), (other, ())),
-        (names_of(kind, third, (1, 3)), (other, (1, 3))),
-    ):
-        refit(given, random.Random(1).sample(sorted(given), len(given)))
-        fresh = fused(quant_config(kind), **sizes(kind))
-        fill(fresh, kind, want[0])
-        Named(fresh, kind).load_weights(names_of(kind, third, want[1]).items())
-        fresh.quant_method.process_weights_after_loading(fresh)
-        assert [one.data_ptr() for one in tensors(layer.pretuned_experts.weights)] == places
-        for one, another in zip(tensors(held), tensors(fresh.pretuned_experts.weights), strict=True):
+    def from_disk(self, named: dict[str, torch.Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        save_file({name: one.contiguous() for name, one in named.items()}, self.folder / "model.safetensors")
+        done, told = self.updater.update_weights_from_disk(str(self.folder), "auto")
+        assert done, told
+
+    def from_tensors(self, buckets: list[Any]) -> Iterator[tuple[bool, str]]:
+        for bucket in buckets:
+            yield self.updater.update_weights_from_tensor(bucket)
+
+    def from_distributed(self, buckets: list[Any]) -> Iterator[tuple[bool, str]]:
+        """By gloo, from another process."""
+        port, file = sglang_layer.free_port(), self.folder / "buckets.pt"
+        torch.save(buckets, file)
+        script = Path(sglang_layer.__file__).with_name("sglang_trainer.py")
+        trainer = subprocess.Popen([sys.executable, script, str(port), file], stderr=subprocess.PIPE)
+        try:
+            yield self.updater.init_weights_update_group("127.0.0.1", port, 1, 2, "refit", "gloo")
+            for bucket in buckets:
+                names, given = zip(*bucket, strict=True)
+                received = self.updater.receive_weights_from_distributed(
+                    names=list(names),
+                    dtypes=[one.dtype for one in given],
+                    shapes=[one.shape for one in given],
+                    group_name="refit",
+                    load_format="flattened_bucket",
+                )
+                yield self.updater.load_weights_from_distributed(received)
+            yield self.updater.destroy_weights_update_group("refit")
+        finally:
+            _, error = trainer.communicate(timeout=120)
+        assert trainer.returncode == 0, error.decode()[-3000:]
+
+    def check(self, fresh: Any) -> None:
+        """The numbers, and what they are computed of, are a fresh layer's, in the first weights' memory."""
+        assert [one.data_ptr() for one in tensors(self.layer.pretuned_experts.weights)] == self.places
+        for one, another in zip(tensors(self.held), tensors(fresh.pretuned_experts.weights), strict=True):
             assert torch.equal(one.view(torch.uint8), another.view(torch.uint8))
-        torch.testing.assert_close(ask(layer, *question()), ask(fresh, *question()), rtol=0, atol=0)
+        torch.testing.assert_close(ask(self.layer, *question()), ask(fresh, *question()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *((kind, "tensor") for kind in REFITS),
+        *((kind, how) for kind in ("fp8", "nvfp4") for how in ("disk", "distributed")),
+    ],
+)
+def test_a_trainer_s_weights_by_sglang_s_weight_updater(
+    kind: str, how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All experts, then two experts alone: the same bits as of a fresh layer, in place."""
+    refit = Refit(kind, monkeypatch, tmp_path)
+    refit.update(how, names_of(kind, refit.other))
+    refit.check(refit.fresh(refit.other))
+    some = names_of(kind, refit.third, (1, 3))
+    refit.update(how, some)
+    refit.check(refit.fresh(refit.other, some))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "compressed int4", "nvfp4"])
+def test_a_refit_makes_no_copy_of_the_layer(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it makes is an expert's, were chunks that are moved at once as small as that."""
+    from pretuned.runtime.weights import order
+
+    monkeypatch.setattr(order, "_CHUNK_BYTES", 1)
+    refit = Refit(kind, monkeypatch, tmp_path)
+    codes = refit.layer.w13_weight if kind == "fp8" else refit.layer.w13_weight_packed
+    whole = codes.numel() * codes.element_size()
+    with largest_tensors.Spy() as spy:
+        refit.updater.begin_weight_update()
+        refit.updater.end_weight_update(run_post_load=False)
+    assert spy.most < whole
+    refit.check(refit.fresh(refit.first))
 
 
 def test_weights_that_can_not_be_prepared_go_to_sglang_s_own_runner(

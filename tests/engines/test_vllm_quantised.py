@@ -9,8 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import largest_tensors
 import pytest
 import tiny_quantised
+import torch
 from tiny_quantised import Pair
 from vllm_engine import NEW_TOKENS, Told, config, generate, lines, run
 
@@ -189,16 +191,58 @@ def test_weights_come_again_in_any_order(kind: str, pair: Pair, tmp_path: Path) 
         assert said == own
 
 
-def pointers(llm: Any) -> list[int]:
-    """Where what a layer's kernels read lies."""
+@pytest.mark.parametrize("kind", ["fp8", "int4", "nvfp4"], indirect=True, scope="module")
+def test_weights_are_loaded_again_after_sleep(kind: str, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the worker's own calls: into the memory that graphs read, an expert at a time.
+
+    Level 2 keeps nothing. vLLM's worker on a CPU warns that it does not sleep, so the weights are overwritten here;
+    tests/gpu/test_refit_in_vllm.py has its allocator. What vLLM itself makes to load a layer is not counted.
+    """
+    from pretuned.integrations.vllm.quantised import PretunedQuantisedMethod
+
+    process, seen = PretunedQuantisedMethod.process_weights_after_loading, []
+
+    def spied(self: Any, layer: Any) -> None:
+        with largest_tensors.Spy() as spy:
+            process(self, layer)
+        seen.append(spy.most)
+
+    def ask(llm: Any) -> tuple[list[Told], int]:
+        found, before = [generate(llm)], pointers(llm)
+        llm.collective_rpc("sleep", kwargs={"level": 1})
+        llm.collective_rpc("wake_up")
+        found.append(generate(llm))
+        llm.collective_rpc("sleep", kwargs={"level": 2})
+        for tensor in read_by_kernels(llm):
+            tensor.view(torch.uint8).fill_(0x5A)
+        llm.collective_rpc("wake_up")
+        seen.clear()
+        llm.collective_rpc("reload_weights")
+        found.append(generate(llm))
+        assert pointers(llm) == before
+        return found, max(tensor.nbytes for tensor in read_by_kernels(llm))
+
+    monkeypatch.setattr(PretunedQuantisedMethod, "process_weights_after_loading", spied)
+    found, whole = run(pair.quantised, "1", ask, dtype="bfloat16", enable_prefix_caching=False)
+    assert found[1:] == found[:1] * 2
+    assert len(seen) == 2  # layers
+    assert max(seen) < whole
+
+
+def read_by_kernels(llm: Any) -> list[torch.Tensor]:
+    """What kernels of all layers read."""
     (model,) = llm.apply_model(lambda model: model)
     found = []
     for one in model.modules():
         kernel = getattr(getattr(one, "quant_method", None), "moe_kernel", None)
         for weights in kernel.fused_experts.weights if kernel is not None else ():
-            found += [each.data_ptr() for each in weights.tensors().values()]
-            found.append(-1 if weights.kernel_scale is None else weights.kernel_scale.data_ptr())
+            found += [*weights.tensors().values(), *([] if weights.kernel_scale is None else [weights.kernel_scale])]
     return found
+
+
+def pointers(llm: Any) -> list[int]:
+    """Where what a layer's kernels read lies."""
+    return [tensor.data_ptr() for tensor in read_by_kernels(llm)]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from pretuned.runtime import (
     moe_mlp,
     sort_routing,
 )
+from pretuned.runtime.dispatch import decide
+from pretuned.runtime.dispatch.snapshot import snapshot
 from pretuned.runtime.weights.order import K_ORDER
 from pretuned.runtime.weights.row_codes import codes_of_rows
 
@@ -155,3 +157,48 @@ def test_padded_codes_have_the_bits_of_packed_ones(format: str, by_column: bool)
             there = place(seed)
             graph.replay()
             judge(there)
+
+
+@pytest.mark.parametrize("starts", [None, torch.int32, torch.int64])
+def test_codes_in_place_have_the_bits_of_ordered_ones(
+    monkeypatch: pytest.MonkeyPatch, starts: torch.dtype | None
+) -> None:
+    """Whatever the cost model prefers: boxes of rows reach into the next expert's, which are NaN."""
+    most, counts = 133, [0, 133, 1, 16, 17, 63, 64, 65, 127, 128, 129, 2, 0, 100, 33, 5]
+    up = weights("fp8_block")[0]
+    _, packed = exact(sum(counts), "fp8_block", by_column=False)
+    first, R = [e * most for e in range(E)], E * most
+    if starts is not None:  # the last expert's rows come first, with few rows between
+        ends = [5 + sum(counts[e:]) + E - e for e in range(E)]
+        first, R = [end - count for end, count in zip(ends, counts, strict=True)], max(ends) + 3
+    rows = torch.cat([first[e] + torch.arange(count) for e, count in enumerate(counts)]).cuda()
+    codes = torch.full((R, H), 0x7F, dtype=torch.uint8, device="cuda")
+    scale = torch.full((R, H // 128), float("nan"), device="cuda")
+    codes[rows], scale[rows] = packed.codes.view(torch.uint8), packed.scale
+    how: dict[str, Any] = {"out": torch.full((R, 2 * I), 7.0, device="cuda").bfloat16()}
+    x = QuantizedRows(codes.view(torch.float8_e4m3fn), scale.mT.contiguous().mT)
+    if starts is None:
+        how["out"] = how["out"].view(E, most, -1)
+        x = QuantizedRows(x.codes.view(E, most, H), scale.view(E, most, -1))
+    else:
+        how["m_starts"] = torch.tensor(first, dtype=starts, device="cuda")
+    m_sizes, seen = torch.tensor(counts, dtype=starts or torch.int32, device="cuda"), []
+
+    def forced(snapshot: Any, problem: Any, M: int, local: Any, **_: Any) -> Any:
+        for view in (snapshot.view(local, installed=True), snapshot.reserve(local)):
+            for candidate in decide.modelled(snapshot, problem, M, local, view, aligned=True):
+                seen.append(candidate)
+                return candidate
+        return pytest.skip("no bundle here has such code")
+
+    with torch.no_grad():
+        want = grouped_gemm(packed, up, m_sizes.to(torch.int32))
+        monkeypatch.setattr(decide, "in_place", forced)
+        snapshot().launchers.clear()
+        grouped_gemm(x, up, m_sizes, **how)
+    y = how["out"].view(R, -1)
+    assert seen
+    assert torch.equal(y[rows], want)
+    y[rows] = 7.0
+    assert bool((y == 7.0).all())
+    snapshot().launchers.clear()

@@ -2,53 +2,21 @@
 
 PRETUNED_TEST_VLLM=FOLDER python -m pytest -q tests/gpu/test_training_equals_serving.py
 
-FOLDER has vLLM's wheel unpacked, and ``packages`` in it what vLLM imports (``benchmarks/run.py carry``).
+FOLDER is as tests/support/vllm_on_gpu.py says.
 """
 
 from __future__ import annotations
 
-import os
-import runpy
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import vllm_on_gpu
 
 from pretuned.runtime import batch_invariant, hooks, moe_mlp
 
-FOLDER = os.environ.get("PRETUNED_TEST_VLLM")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # vLLM imports parts of torch that warn
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(FOLDER is None, reason="PRETUNED_TEST_VLLM names no folder with vLLM's wheel unpacked"),
-]
+pytestmark, layers = vllm_on_gpu.marks, vllm_on_gpu.layers
 TOKENS = (1, 5, 64, 1024)
-
-
-@pytest.fixture(scope="module")
-def layers(monkeypatch_module: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The benchmark's module that makes vLLM's layers, with the plug-in registered."""
-    runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "run.py"))["package"]()  # makes it importable
-    from benchmarks.peers import layers_in_vllm
-
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch_module.setenv(name, "lo")
-    monkeypatch_module.setenv("PRETUNED_VLLM", "1")
-    folder = Path(FOLDER or "")
-    layers_in_vllm.find_vllm(folder, folder / "packages")
-    from pretuned.integrations.vllm import register
-
-    register()
-    with layers_in_vllm.vllm_of_one("cuda"):
-        yield layers_in_vllm
-
-
-@pytest.fixture(scope="module")
-def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "v4-flash"])

@@ -16,7 +16,7 @@ from emulated_kernels import bundle_of, made
 from host_gpu import SLOTS, publish_alone
 
 from pretuned.artifacts.records import Choice, DType, Fusion, Op, Problem, RowOp, Source
-from pretuned.kernels.hopper_w8a8_block import scale_columns
+from pretuned.kernels.hopper_w8a8_block import STARTS_CONFIGS, scale_columns
 from pretuned.kernels.rowops import RowOpSpec
 from pretuned.kernels.spec import Config, Loads, Schedule, Spec, TileRows
 from pretuned.runtime import ExpertWeights
@@ -41,6 +41,15 @@ PRODUCTS = (
     Spec(Op.FORWARD, DType.FP8_CHANNEL, BY_ROW),
     Spec(Op.FORWARD, DType.FP8_CHANNEL_A16, MIXED),
 )
+IN_PLACE = tuple(
+    Spec(
+        Op.FORWARD,
+        DType.FP8_BLOCK,
+        config,
+        fusion=Fusion.STARTS,
+    )
+    for config in STARTS_CONFIGS
+)
 SCATTERS = tuple(one._replace(fusion=Fusion.SCATTER) for one in PRODUCTS)
 
 
@@ -57,10 +66,16 @@ class Machine(EmulatedGpu):
         super().__init__(H200)
         self.folder, self.dense = folder, dict[int, torch.Tensor]()
         self.after |= {made(one)[0].cubin_sha256: self.multiply for one in (*PRODUCTS, *SCATTERS)}
+        self.after |= {made(one)[0].cubin_sha256: self.multiply_in_place for one in IN_PLACE}
         self.publish()
 
-    def publish(self, *, without: RowOp | None = None, quantises: bool = True) -> None:
-        specs = [*PRODUCTS, *SCATTERS, *(RowOpSpec(op, DType.BF16) for op in PASSES if op is not without)]
+    def publish(self, *, without: RowOp | None = None, quantises: bool = True, in_place: bool = False) -> None:
+        specs = [
+            *PRODUCTS,
+            *SCATTERS,
+            *(IN_PLACE if in_place else ()),
+            *(RowOpSpec(op, DType.BF16) for op in PASSES if op is not without),
+        ]
         """Of 8 rows and fewer quantising x is slower in either case."""
 
         def ns(spec: Spec, bucket: int) -> int:
@@ -104,6 +119,33 @@ class Machine(EmulatedGpu):
             row += count
         if words["flags"] & 16:
             stored[~there] = 0
+
+    def multiply_in_place(self, launch: Launch) -> None:
+        """As kernels/hopper_w8a8_block/starts.py says; x's scales are read at their strides."""
+        words, at = launch.words, launch.addresses()
+        M, N, K, G, room, E = words["M"], words["N"], words["K"], words["K"] // 128, words["room"], words["E"]
+        counts = tensor_at(at["m_sizes"], (E,), (torch.int32, torch.int64)[words["m_sizes_step"] - 1]).tolist()
+        first = [e * room for e in range(E)]
+        if words["starts_step"]:
+            first = tensor_at(at["starts"], (E,), (torch.int32, torch.int64)[words["starts_step"] - 1]).tolist()
+        codes, stored = (
+            tensor_at(at["x"], (M, K), torch.float8_e4m3fn),
+            tensor_at(at["y"], (M, words["stride_y_m"]), torch.bfloat16),
+        )
+        stored = stored[:, :N]
+        steps = [words[f"stride_scale_{name}"] for name in ("e", "m", "k")]
+        whole = tensor_at(
+            at["x_scale"], (1 + steps[0] * (E - 1) + steps[1] * (M - 1) + steps[2] * (G - 1),), torch.float32
+        )
+        bounds = tensor_at(at["bounds"], (E + 1,), torch.int32).tolist() if words["packs"] else [0] * E
+        for e, count in enumerate(counts):
+            count = min(max(count, 0), room, max(M - first[e], 0)) if first[e] >= 0 else 0
+            i = torch.arange(count)
+            line = i if not words["starts_step"] else i + first[e]
+            scale = whole[(e * steps[0] + line[:, None] * steps[1] + torch.arange(G) * steps[2])]
+            values = codes[first[e] + i].float().view(count, G, 128) * scale[..., None]
+            to = (bounds if words["packs"] else first)[e] + i
+            stored[to] = (values.view(count, K) @ self.dense[at["w"]][e].T).bfloat16()
 
     def layer(self, gated: bool, format: str = "fp8_block") -> tuple[ExpertWeights, ExpertWeights]:
         """Prepared weights, whose values the GPU knows."""

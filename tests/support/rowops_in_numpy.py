@@ -321,15 +321,21 @@ def dequantize_weights(of: Elements, grid: int, block: int, pointers: Sequence[i
 
 
 def move_codes(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
-    (stored, words), (N, K, flags) = pointers, numbers
+    (stored, words, most), (N, K, flags) = pointers, numbers
     E, order = _experts(of, RowOp.MOVE_CODES, grid, N, K), ORDERS[of.dtype.value]
+    tile = tile_of(RowOp.MOVE_CODES, of.dtype)
     with plain_torch():
         one = writing.empty(of.dtype.value, 1, N, K, torch.device("cpu")).codes[0]
         other, size = order.prepared(one), one.numel() * one.element_size()
+        found = []
         for expert in range(E):
             plain = _raw(stored + expert * size, size).view(one.dtype).view(one.shape)
             made = _raw(words + expert * size, size).view(torch.int32).view(other.shape)
+            is_nan = plain.view(torch.uint8) & 0x7F == 0x7F
+            found += [part.any() for rows in is_nan.split(tile.rows) for part in rows.split(tile.columns, 1)]
             _ = plain.copy_(order.stored(made)) if flags & rowops.BACK else made.copy_(order.prepared(plain))
+        if flags & rowops.LOOKS:
+            _raw(most, 4 * grid).view(torch.int32).copy_(torch.stack(found))
 
 
 def largest_weight(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:

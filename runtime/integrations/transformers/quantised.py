@@ -24,7 +24,7 @@ from ...runtime.weights.expert_weights import checked, int4_format, scale_shape,
 from ...runtime.weights.order import ORDERS, PREPARED_DIMS
 from ...runtime.weights.packings import fp8_scale
 from ...runtime.weights.validate import fit, has_nan
-from ...runtime.weights.writing import mover, prepared_codes
+from ...runtime.weights.writing import codes_room, move_codes, move_scale, mover, scale_room
 from ..loaded_format import scale_of_rows
 
 _NAME = "_pretuned_weights"
@@ -439,31 +439,38 @@ def _before_load(experts: Any, state: dict[str, Any], prefix: str, local: dict[s
 def _prepared_state(
     experts: Any, stored: _Stored, state: dict[str, Any], keys: list[str]
 ) -> dict[str, torch.Tensor] | None:
-    """A checkpoint's tensors in the parameters' layout; None if the prepared layout can't represent them."""
-    translated = {}
+    """Write a checkpoint's tensors to prepared parameters, expert by expert; return these, which torch copies then.
+
+    None for scales or codes that the prepared layout can't represent: nothing was written then.
+    """
     parameters = [experts._parameters[name] for name in stored[:2]]
     format = _weights(*(_local(parameter.detach()) for parameter in parameters), by_matrix=_by_matrix(experts)).format
     order, of_fp8 = ORDERS[format], format.startswith("fp8")
-    moves = (order.prepared, order.prepared_scale)
-    for key, held, (dtype, shape), move in zip(keys, parameters, stored[2:], moves, strict=True):
+    parts = []
+    for key, held, (dtype, shape) in zip(keys, parameters, stored[2:], strict=True):
         tensor = state.get(key)
         if tensor is None or tuple(tensor.shape[1:]) != shape:
             continue  # (torch reports another shape)
         with torch.no_grad():
-            here = _local(tensor.detach()).to(held.device, dtype)
+            here = _local(tensor.detach()).to(dtype)
             plain = here if dtype.is_floating_point and dtype is not E8M0 else here.view(torch.uint8)
             if key == keys[1] and not order.room(fp8_scale(here) if of_fp8 else plain):
                 return None
             if key == keys[0] and of_fp8 and not plain.is_meta and has_nan(plain):
                 return None
-            if move is not None and held.dim() >= PREPARED_DIMS - 1:
-                flat = plain.flatten(2)
-                moved = (
-                    prepared_codes(format, flat, mover(format, flat))
-                    if key == keys[0]
-                    else torch.stack([move(matrix) for matrix in flat])
-                )
-                translated[key] = _like(tensor, moved)
+            if held.dim() >= PREPARED_DIMS - 1:
+                parts.append((key, held.detach(), plain.flatten(2)))
+    translated = {}
+    for key, held, flat in parts:
+        is_codes, to = key == keys[0], _local(held)
+        is_ours = to.shape[0] == flat.shape[0] and hasattr(state[key], "placements") == hasattr(held, "placements")
+        if not is_ours:
+            to = (codes_room if is_codes else scale_room)(format, flat)
+        if is_codes:
+            move_codes(format, flat, to, mover(format, to))
+        else:
+            move_scale(format, flat, to)
+        translated[key] = held if is_ours else _like(state[key], to)
     return translated
 
 

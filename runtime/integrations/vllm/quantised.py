@@ -304,7 +304,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.moe_kernel: Any = None  # until weights were loaded
         self._created: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # the arguments of ``create_weights``
         self._rows: tuple[torch.Tensor, torch.Tensor] | None = None  # for code that reads sizes
-        self._loaded: dict[str, torch.Tensor] = {}  # tensors that can't be restored, until it works
+        self._loaded: dict[str, torch.Tensor] = {}  # loaded tensors to give back on failure
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any

@@ -12,7 +12,7 @@ from pretuned.aot.plan.families import Pool, low_rank_specs, row_kernel_specs, s
 from pretuned.aot.plan.plan import buckets_between, built_of_codes, padded, plan, planned_on, unaligned, without_code
 from pretuned.artifacts.records import DType, Fusion, Layout, Op, Problem, RowOp, bucket_of, dtypes_of
 from pretuned.kernels.arch import Feature, arch_of, supported
-from pretuned.kernels.rowops import CODE_OPS, MAKES_CODES, RowOpSpec
+from pretuned.kernels.rowops import CODE_OPS, MAKES_CODES, RowOpSpec, weight_specs
 from pretuned.kernels.search import candidates
 from pretuned.kernels.spec import code_of
 
@@ -326,6 +326,16 @@ def test_the_passes_of_quantised_weights_are_those_of_bf16() -> None:
     quantised, plain = (plan([replace(QWEN3, dtypes=(one,))]).problems for one in (DType.MXFP4, DType.BF16))
     of_both = row_kernel_specs((*quantised, *plain), 90, Pool())
     assert row_kernel_specs(quantised, 90, Pool()) == row_kernel_specs(plain, 90, Pool()) == of_both
+
+
+def test_row_kernels_of_new_weights_are_added_if_asked_for() -> None:
+    problems = plan([replace(QWEN3, dtypes=(DType.MXFP4, DType.BF16))]).problems
+    pool = Pool(new_weights=True)
+    added = {
+        one for sm in (80, 90) for one in to_compile(problems, sm, pool) if one not in to_compile(problems, sm, Pool())
+    }
+    assert added == set(weight_specs((DType.MXFP4,)))
+    assert all(isinstance(one, RowOpSpec) for one in added)
 
 
 def test_x_is_quantised_where_there_is_code_that_reads_it_so() -> None:

@@ -238,7 +238,7 @@ def test_codes_and_their_scales_fit_the_memory_that_is_made_for_them() -> None:
 
 def test_a_product_of_codes_reads_the_scales_as_they_are() -> None:
     w = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_block").prepare()
-    assert operands_of(w)["w_scales"] is w.scale
+    assert operands_of(w)["w_plain_scale"] is w.scale
     given = [one for one in operands_of(w).values() if one is not None]
     assert len({one.data_ptr() for one in given}) == len(given)  # a program tells its tensors apart by that
     as_stored = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_channel")

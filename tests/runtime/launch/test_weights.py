@@ -8,7 +8,7 @@ from pathlib import Path
 import emulated_kernels
 import pytest
 import torch
-from emulated_driver import H200, EmulatedGpu, Launch, emulated, forget
+from emulated_driver import A100, H200, EmulatedGpu, Launch, emulated, forget
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records import DType, RowOp, Variant
@@ -103,6 +103,38 @@ def test_all_is_done_by_kernels(format: str, dtype: torch.dtype, gpu: EmulatedGp
     assert ops(gpu) == [RowOp.LARGEST_WEIGHT, *outer, RowOp.QUANTIZE_WEIGHTS]
     assert same(made.copy_(stored), want[2])
     assert ops(gpu) == [RowOp.MOVE_CODES]
+
+
+def test_a_bundle_built_for_another_capability_has_them(clean_places: Path) -> None:
+    """As ``aot build --new-weights`` adds them: of the formats of its models."""
+    every = [emulated_kernels.made(spec, 80) for spec in rowops.weight_specs((DType.FP8_BLOCK_A16,))]
+    emulated_kernels.write(clean_places / "mine.msgpack", every, sm=80)
+    with emulated(EmulatedGpu(A100, 80)) as gpu:
+        reload()
+        made = ExpertWeights.quantize(numbers(0), "fp8_block_a16").copy_(numbers(1), check=False)
+        assert ops(gpu) == [RowOp.LARGEST_WEIGHT, *[RowOp.QUANTIZE_WEIGHTS] * 2]
+        ExpertWeights.quantize(numbers(0), "mxfp4", check=False)
+        assert ops(gpu) == []
+        gpu.visible = True
+    assert same(made, bits(ExpertWeights.quantize(numbers(1), "fp8_block_a16")))
+
+
+@pytest.mark.parametrize("change", ["prepare", "prepare_in_place"])
+@pytest.mark.parametrize("format", ["fp8_channel", "mxfp8"])
+def test_the_kernel_that_moves_codes_sees_nan_among_them(
+    format: str, change: str, gpu: EmulatedGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without another read of the codes; nothing was changed then, though it was moved."""
+    w = ExpertWeights.quantize(numbers(0), format)
+    w.codes.view(torch.uint8)[2, 77, 150] = 0xFF
+    want = bits(w)
+    ops(gpu)
+    assert getattr(w, change)() is w
+    assert ops(gpu) == [RowOp.MOVE_CODES] * (1 if change == "prepare" else 2)  # and back
+    assert same(w, want)
+    assert "codes are NaN at expert 2, row 77, column 150" in caplog.text
+    w.codes.view(torch.uint8)[2, 77, 150] = 0
+    assert getattr(w, change)().is_prepared
 
 
 def test_what_kernels_do_not_take_torch_does(gpu: EmulatedGpu) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import threading
 import weakref
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import largest_tensors
 import pytest
 import torch
 from emulated_kernels import bundle_of, made
@@ -205,6 +207,26 @@ def test_parts_of_a_state_are_loaded(library: Any, config: dict[str, Any]) -> No
         each.load_state_dict(large)
     assert not quantised(experts, "down_proj").is_prepared  # there is no room for such scales
     assert torch.equal(model(IDS).logits, fresh(IDS).logits)
+
+
+@BOTH
+def test_a_state_is_written_into_the_prepared_parameters(library: Any, config: dict[str, Any]) -> None:
+    """Its names in any order, and a layer's alone: the numbers are a new model's, and no copy of a product is made."""
+    model, _ = pair(library, **config)
+    before = model.state_dict()
+    state = {name: raw(one).flip(0).view(one.dtype) if "_proj" in name else one for name, one in before.items()}
+    fresh = copy.deepcopy(model)
+    fresh.load_state_dict(state)
+    prepare(model)
+    held = [quantised(experts, "gate_up_proj").codes for _, experts in experts_of(model)]
+    names = random.Random(1).sample(sorted(state), len(state))
+    for some in ([name for name in names if ".layers.0." in name], names):
+        with largest_tensors.Spy() as spy:
+            model.load_state_dict({name: state[name] for name in some}, strict=False)
+        assert spy.most < held[0].nbytes
+    assert torch.equal(model(IDS).logits, fresh(IDS).logits)
+    now = [quantised(experts, "gate_up_proj").codes for _, experts in experts_of(model)]
+    assert [one.data_ptr() for one in now] == [one.data_ptr() for one in held]
 
 
 def test_a_nan_code_of_a_state_is_loaded_as_nan(library: Any) -> None:
