@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 
-from ..artifacts.records import DType, Fusion, Op, Problem
+from ..artifacts.records import DType, Fusion, Op, Problem, Variant
 from ..artifacts.tuples import NamedTuple
 from .arch import Feature, arch_of
 from .chips import Chip
@@ -36,6 +36,8 @@ from .cost import (
 from .registry import dealt, kernel_of, transposed
 from .spec import Cache, Config, Edge, Loads, Schedule, TileRows, result_columns
 
+# Padded rows listed and their codes ordered (docs/inside/trials.md, codes-in-place).
+_ORDER_US, _ORDER_TIMES = 4.0, 1.15
 _GRAIN = 16  # kernels/hopper_plain/fitted.py rounds a tile's rows up to a multiple of this
 
 
@@ -370,6 +372,21 @@ def estimate_us(problem: Problem, M: int, resources: Resources, chip: Chip, cons
         return _quantised_us(problem, M, resources, chip)
     times = profile(resources, problem.op, problem.dtype, chip, constants)
     return _time_us(times, _work(problem, M), chip, constants, constants.family(chip.sm))
+
+
+def order_us(M: int, K: int, chip: Chip) -> float:
+    """Estimate the time in us of listing M padded rows and ordering their codes, which are read and written."""
+    return _ORDER_US + _ORDER_TIMES * M * 2.0 * (K + K / 32) / chip.bandwidth_gbs * 1e-3
+
+
+def in_place_is_faster(problem: Problem, M: int, starts: Variant, by_index: Variant, chip: Chip) -> bool:
+    """Return whether a product of codes where they arrive is faster than ordering them before a product by an index.
+
+    Both times are the cost model's, also where the other product was measured.
+    """
+    starts_us = estimate_us(problem, M, Resources.of(starts), chip)
+    ordered_us = estimate_us(problem._replace(fusion=by_index.fusion), M, Resources.of(by_index), chip)
+    return starts_us < ordered_us + order_us(M, problem.K, chip)
 
 
 def _quantised_us(problem: Problem, M: int, resources: Resources, chip: Chip) -> float:

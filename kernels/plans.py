@@ -39,8 +39,6 @@ from ..artifacts.tuples import NamedTuple
 from . import registry
 from .arch import ARCHS
 from .chips import Chip, chip_for, chip_named
-from .cost import Resources
-from .cost_model import estimate_us
 from .entry import READS_ABI
 from .rowops import by_token
 from .spec import Spec, config_of, gemm_of, result_columns, takes_codes_of_x
@@ -60,8 +58,6 @@ _INDEX_BYTES = 8
 # The time of quantising, from its bytes or, for many rows, its arithmetic (measured on an H100).
 _QUANTISE_US, _QUANTISE_TIMES = 6.0, 1.15
 _ELEMENTS_PER_SM_US = 8000.0
-# Padded rows listed and their codes ordered (docs/inside/trials.md, codes-in-place).
-_ORDER_US, _ORDER_TIMES = 4.0, 1.15
 _LEAST_TOP_KS = 64  # a plan covers all top_k up to this, or up to E if that is larger
 
 
@@ -258,21 +254,6 @@ def quantised_is_faster(
     if (coded_us + own_us) * margin >= plain_us + rows_us:
         return False, f"quantising x is not faster: {times}"
     return True, f"quantising x is faster at M near {M}: the GEMM {times}"
-
-
-def order_us(M: int, K: int, chip: Chip) -> float:
-    """Estimate the time in us of listing M padded rows and ordering their codes, which are read and written."""
-    return _ORDER_US + _ORDER_TIMES * M * 2.0 * (K + K / 32) / chip.bandwidth_gbs * 1e-3
-
-
-def in_place_is_faster(problem: Problem, M: int, starts: Variant, by_index: Variant, chip: Chip) -> bool:
-    """Return whether a product of codes where they arrive is faster than ordering them before a product by an index.
-
-    Both times are the cost model's, also where the other product was measured.
-    """
-    starts_us = estimate_us(problem, M, Resources.of(starts), chip)
-    ordered_us = estimate_us(problem._replace(fusion=by_index.fusion), M, Resources.of(by_index), chip)
-    return starts_us < ordered_us + order_us(M, problem.K, chip)
 
 
 def with_plans(bundle: Bundle) -> Bundle:

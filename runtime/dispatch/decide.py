@@ -145,7 +145,7 @@ def in_place(
             if not candidates or isinstance(ran, Miss):
                 return next(iter(candidates), None)
             from ...kernels.chips import chip_of
-            from ...kernels.plans import in_place_is_faster
+            from ...kernels.cost_model import in_place_is_faster
 
             variants = candidates[0].variant, ran.chosen.variant
             pays = in_place_is_faster(problem, bucket, *variants, chip_of(local.gpu, local.sm))

@@ -123,7 +123,7 @@ def test_other_calls_order_the_codes(machine: Machine, monkeypatch: pytest.Monke
     if asked == "zero_tail":
         how = {"zero_tail": True}
     if asked == "slower":
-        monkeypatch.setattr("pretuned.kernels.plans.in_place_is_faster", lambda *_: False)
+        monkeypatch.setattr("pretuned.kernels.cost_model.in_place_is_faster", lambda *_: False)
     if asked == "nothing":
         machine.publish()
     if asked == "strides":
