@@ -21,6 +21,7 @@ from pretuned.kernels.spec import Spec
 from pretuned.runtime import ExpertWeights, QuantizedRows, experts_mlp, explain, grouped_gemm, preload
 from pretuned.runtime.dispatch import decide
 from pretuned.runtime.dispatch.snapshot import snapshot
+from pretuned.runtime.inspect.explain import explain_on
 from pretuned.runtime.launch import proof, trials
 
 ROOM = 40
@@ -213,5 +214,5 @@ def test_explain_and_preload_know_it(machine: Machine) -> None:
     grouped_gemm(x, w, counts)
     assert not machine.loads
     machine.publish()
-    told = explain(x, w, counts, sm=90)
-    assert told.quantised_first
+    problem = Problem(Op.FORWARD, DType.FP8_BLOCK, E, 2 * I, H)
+    assert explain_on(problem, 64, machine.local, aligned=True, coded=True, padded=True).quantised_first
