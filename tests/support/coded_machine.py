@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -124,6 +125,7 @@ class Machine(EmulatedGpu):
         """As kernels/hopper_w8a8_block/starts.py says; x's scales are read at their strides."""
         words, at = launch.words, launch.addresses()
         M, N, K, G, room, E = words["M"], words["N"], words["K"], words["K"] // 128, words["room"], words["E"]
+        w = self.values_of(at, E, N, K)
         counts = tensor_at(at["m_sizes"], (E,), (torch.int32, torch.int64)[words["m_sizes_step"] - 1]).tolist()
         first = [e * room for e in range(E)]
         if words["starts_step"]:
@@ -145,7 +147,16 @@ class Machine(EmulatedGpu):
             scale = whole[(e * steps[0] + line[:, None] * steps[1] + torch.arange(G) * steps[2])]
             values = codes[first[e] + i].float().view(count, G, 128) * scale[..., None]
             to = (bounds if words["packs"] else first)[e] + i
-            stored[to] = (values.view(count, K) @ self.dense[at["w"]][e].T).bfloat16()
+            stored[to] = (values.view(count, K) @ w[e].T).bfloat16()
+
+    def values_of(self, at: Mapping[str, int], E: int, N: int, K: int) -> torch.Tensor:
+        """Prepared fp8_block weights in this memory, float32 [E, N, K]."""
+        if at["w"] in self.dense:
+            return self.dense[at["w"]]
+        w = ExpertWeights.quantize(torch.zeros(E, N, K), "fp8_block").prepare()
+        w.codes.copy_(tensor_at(at["w"], tuple(w.codes.shape), w.codes.dtype))
+        w.scale.copy_(tensor_at(at["w_scale"], tuple(w.scale.shape), torch.float32))
+        return w.dequantize(torch.float32)
 
     def layer(self, gated: bool, format: str = "fp8_block") -> tuple[ExpertWeights, ExpertWeights]:
         """Prepared weights, whose values the GPU knows."""
