@@ -15,6 +15,7 @@ E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # torch 2.7 a
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MOST_LOG2 = {"e2m1": 2, "e4m3": 8}  # floor(log2(largest number)): 6 and 448
 _INT4_ZERO = 8  # without zero points
+_RULES = {("int4", "bf16"), ("e4m3", "e8m0"), ("e2m1", "e8m0"), ("e4m3", "fp32"), ("e2m1", "e4m3")}  # of ``quantise``
 _LEAST = 2.0**-126  # scale: the inverse of a smaller one is infinite
 
 
@@ -95,11 +96,16 @@ def quantise(format: str, w: torch.Tensor, scale_dtype: torch.dtype = torch.bflo
     A scale of e8m0 is 2**(floor(log2(m)) - e) of a block whose largest magnitude is m, e being 2 for e2m1 and 8 for
     e4m3; codes saturate (OCP Microscaling Formats 1.0, 6.3). Other scales are a quotient in float32, and w is
     multiplied by their inverse, rounded to float32: kernels/rowops/weights.py does so bit for bit.
+
+    Raises
+    ------
+    NotImplementedError
+        for a format whose elements and scales have no such rule.
     """
     elements, w = PRECISIONS[format].w, w.float()
     scale = elements.scale
-    if scale is None:
-        raise AssertionError(f"{format} has no scale")
+    if scale is None or (elements.name, scale.name) not in _RULES:
+        raise NotImplementedError(f"no rule quantises to {format}: {elements.name} with scales {scale}")
     low, high = _bounds(w, scale)
     most = torch.maximum(high, -low).abs()  # of zeros it is 0, and not -0: nvfp4's kernels read no sign
     if elements.name == "int4":

@@ -236,3 +236,16 @@ def test_rows_as_small_as_float32_has_them_are_no_nan() -> None:
     x = torch.full((1, 128), 2.0**-149)
     x[0, 0] = 3e-43
     assert codes.quantise_rows(x, Scale("fp32", 1, 128)).isfinite().all()
+
+
+@pytest.mark.parametrize(("like", "name"), [("fp8_block", "bf16"), ("nvfp4", "fp32"), ("mxfp8", "e4m3")])
+def test_a_new_pair_of_codes_and_scales_has_no_rule_of_another(
+    like: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = PRECISIONS[like]
+    scale = known.w.scale
+    assert scale is not None
+    new = known._replace(name="new", w=known.w._replace(scale=scale._replace(name=name)))
+    monkeypatch.setitem(PRECISIONS, "new", new)
+    with pytest.raises(NotImplementedError, match="no rule quantises to new"):
+        codes.quantise("new", torch.ones(128, 128))
