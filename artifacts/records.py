@@ -236,7 +236,7 @@ class Layout(enum.Enum):
     """The memory layout of w: ``NK`` is [E, N, K] with K contiguous, ``KN`` is [E, K, N] with N contiguous.
 
     Quantised weights are [E, N, K]. ``STORED`` is the checkpoint's order of codes; ``NK`` are prepared weights, in the
-    order that the kernels for H100/H200 (sm_90) read (runtime/weights/order.py). There is no ``KN``.
+    order that the kernels for H100/H200 (sm_90) read (runtime/weights/prepared_layout.py). There is no ``KN``.
     """
 
     NK = "nk"

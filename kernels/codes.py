@@ -1,6 +1,6 @@
 """The memory layout of prepared quantised weights: the agreement between a kernel and its launcher.
 
-Prepared weights are blocks of 64 rows by 64 of K (runtime/weights/order.py). Kernel sources import this file, so it
+Prepared weights are blocks of 64 rows by 64 of K (prepared_layout.py). Kernel sources import this file, so it
 imports nothing of the project, and its names are part of their digests.
 """
 

@@ -11,7 +11,7 @@ from benchmarks import method
 from pretuned.artifacts.records import DType, Layout, Op
 from pretuned.runtime import explain, grouped_gemm, grouped_gemm_dW, grouped_gemm_dX
 from pretuned.runtime.check.call import Rows
-from pretuned.runtime.launch.products import resolve
+from pretuned.runtime.launch.steps import resolve
 from pretuned.runtime.ops.products import gated_rows, rows
 
 TOKENS = (1, 16, 128, 1024, 8192)

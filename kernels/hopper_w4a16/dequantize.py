@@ -1,6 +1,6 @@
 """Codes of a quantised w to bf16, in registers, as the left operand of wgmma wants them: w's rows, or (dX) its columns.
 
-w is prepared (runtime/weights/order.py): a block of 64 rows and 64 of K lies together, as int32 [64, 4, W]: a row, the
+w is prepared (prepared_layout.py): a block of 64 rows and 64 of K lies together, as int32 [64, 4, W]: a row, the
 thread c of the four that hold a row of the operand, and W words, 2 of codes of 4 bits and 4 of those of 8. With K = 16
 s + 8 h + 2 c + p, codes of p = 0 are in the low half of a word and those of p = 1 in the high one, in the order of (s,
 h). So one instruction or two make two neighbours of bf16. Of codes of 8 bits the four words of a row change places, c ^
@@ -57,7 +57,7 @@ def int4_text(groups: int) -> str:
     """PTX: $0 ... $7 of the words $8 and $9 of a row and its scales $10: (code - 8) x scale x 2^-16.
 
     Four bits of a half alone are a bf16: code x 2^-133 in bits 0 to 3, code x 2^-129 in bits 4 to 7. So an fma does
-    it all: code x 2^-133 x (scale x 2^117) - scale x 2^-13, rounded once. runtime/weights/order.py has
+    it all: code x 2^-133 x (scale x 2^117) - scale x 2^-13, rounded once. runtime/weights/prepared_layout.py has
     the largest scale.
     """
     lines = [".reg .b16 h0, h1; .reg .b32 t, u, k, low, high, lows, highs, less, eights;"]
@@ -312,7 +312,7 @@ def operand(codes, scales, FORMAT: gl.constexpr, OPERAND: gl.constexpr):
             one = view(scales, gl.bfloat16, [1, 8], _FLAT_2)
             first = one.slice(0, 1, dim=1).load(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))
             v = v * gl.convert_layout(first.reshape([1, 1, 1, 1, 1, 1]), v.type.layout)
-        else:  # 2^(s - 127) x 2^126, of e2m1: no s is above 128 (runtime/weights/order.py)
+        else:  # 2^(s - 127) x 2^126, of e2m1: no s is above 128 (runtime/weights/prepared_layout.py)
             s = view(scales, gl.uint8, [64, 2], _FLAT_2).load(_GROUPS_2)
             by = ((s.to(gl.uint16) + 126) << 7).to(gl.bfloat16, bitcast=True).reshape([64, 2, 1, 1, 1, 1])
             v = v * gl.convert_layout(by, v.type.layout)

@@ -2,7 +2,7 @@
 
 Codes are laid out as all of 8 bits. Scales are two bytes a row of a block, one for each 32 of K: a code is made
 value x 2^-120, and a scale s the power of two 2^(s - 7), so that their product is the value times 2^(s - 127), rounded
-once. No s is above 134 (runtime/weights/order.py).
+once. No s is above 134 (runtime/weights/prepared_layout.py).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ of K, in which each row of x has one scale. A warpgroup multiplies the upper 64 
 times its scales, to sums in fp32, because the tensor cores keep only 14 bits of a long sum of e4m3. Then it does the
 lower 64 rows, if there are any. Meanwhile the tensor cores multiply for the other warpgroup.
 
-w is prepared (runtime/weights/order.py): blocks of 64 x 64, in which a row's 64 codes of K have the order of x's codes.
+w is prepared (prepared_layout.py): blocks of 64 x 64, in which a row's 64 codes of K have the order of x's codes.
 TMA puts two blocks of columns one below the other, as wgmma reads them.
 """
 
@@ -264,7 +264,7 @@ def rows_w8a8(
     """y[to(m), n] = weight(m) * (sum_g xs[g, m] * ws[e, n // 128, g] * sum_k x[m, k] * w[e, n, k] + bias[e, n]).
 
     ``portable_plain.rows`` of rows that nothing gathers; e is the expert of m, and k runs over g's 128 of K. x is e4m3
-    [M, K], each 64 of K in ``K_ORDER`` (runtime/weights/order.py); x_scale is xs, fp32 [K / 128, M], M of whole fours.
+    [M, K], each 64 of K in ``K_ORDER`` (prepared_layout.py); x_scale is xs, fp32 [K / 128, M], M of whole fours.
     w is prepared, and seen as blocks, int32 [K / 64, E * N / 64, 4, 256]; w_scale is ws, fp32 [E, N / 128, K / 128].
     Like ``rows_specialized`` y leaves through ``y_map``, in INDEXED code through pointers.
     """

@@ -9,7 +9,7 @@ kernels/hopper_plain/fitted.py).
 The tensor cores keep 14 bits of a long sum of e4m3, so sums over PART of K are added to sums of their own: in fp32
 where registers hold both, else in fp16, times 2^-17, two to a register. The last part stays in fp32.
 
-w is prepared (runtime/weights/order.py): blocks of 64 x 64, in which a row's 64 codes of K have the order of x's codes.
+w is prepared (prepared_layout.py): blocks of 64 x 64, in which a row's 64 codes of K have the order of x's codes.
 wgmma reads them in TMA's swizzle of 64 bytes.
 """
 
@@ -379,7 +379,7 @@ def rows_w8a8_channel(
     """y[to(m), n] = weight(m) * (xs[m] * ws[e, n] * sum_k x[m, k] * w[e, n, k] + bias[e, n]).
 
     ``portable_plain.rows`` of rows that nothing gathers; e is the expert of m. x is e4m3 [M, K], each 64 of K in
-    ``K_ORDER`` (runtime/weights/order.py); x_scale is xs, fp32 [M]. w is prepared, and seen as blocks, int32
+    ``K_ORDER`` (runtime/weights/prepared_layout.py); x_scale is xs, fp32 [M]. w is prepared, and seen as blocks, int32
     [E * N / 64, K / 16, 256]; w_scale is ws, fp32 [E, N]. y leaves through ``y_map`` where BLOCK_M is 64 and more, in
     INDEXED code through pointers.
     """

@@ -28,7 +28,7 @@ def _scale(spec: Spec) -> Scale:
 
 
 def order_of(spec: Spec) -> int:
-    """Return the number of the order of codes that a variant reads: see runtime/weights/order.py."""
+    """Return the number of the order of codes that a variant reads: see runtime/weights/prepared_layout.py."""
     if spec.layout is Layout.STORED:
         return 0
     return 2 if spec.dtype.precision.w.bits == 8 else 1
@@ -41,7 +41,7 @@ def _absent(spec: Spec) -> tuple[str, ...]:
 
 def _constants(spec: Spec, _arch: Arch) -> Constants:
     c, scale = spec.config, _scale(spec)
-    whole = scale.zero_bits and not order_of(spec)  # prepared ones are minus 8: runtime/weights/order.py
+    whole = scale.zero_bits and not order_of(spec)  # prepared ones are minus 8: runtime/weights/prepared_layout.py
     return {
         "BLOCK_M": c.block_m,
         "BLOCK_N": c.block_n,

@@ -1,7 +1,7 @@
 """Codes of a quantised w to float32, in registers and by plain arithmetic: no table, no type that a GPU may lack.
 
 A tile is ROWS rows of w by COLS of its columns. ``stored`` is how a checkpoint has codes (``ORDER`` 0), ``ordered`` how
-runtime/weights/order.py lays them out for the kernels of sm_90 (1 and 2).
+runtime/weights/prepared_layout.py lays them out for the kernels of sm_90 (1 and 2).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _pair(low, high, PLACE: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def ordered(raw, CODES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """[ROWS, COLS] of int32 words [ROWS, blocks of COLS, c, word]: runtime/weights/order.py says where each code is."""
+    """[ROWS, COLS] of int32 words [ROWS, blocks of COLS, c, word]: prepared_layout.py says where each code is."""
     WORDS: tl.constexpr = 4 if CODES == "e4m3" else 2
     high = raw.to(tl.uint32, bitcast=True).reshape(ROWS, COLS // _BLOCK, 4, WORDS)
     low = high << 16

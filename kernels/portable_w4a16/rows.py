@@ -229,7 +229,7 @@ def coded(
     rows.py. An element of w is (code - zero) * (scale * outer) in float32, rounded once to x's type; sums are float32.
 
     w is E matrices of R x C, [N, K] or with DX [K, N], of codes ``CODES`` (e2m1, e4m3, int4 whose zero is 8, or uint4),
-    each a row's after the other's or in the ORDER that runtime/weights/order.py numbers. ``SCALES`` is the type of
+    each a row's after the other's or in the ORDER that prepared_layout.py numbers. ``SCALES`` is the type of
     w_scale: one for each SCALE_ROWS x GROUP of a matrix, GROUP 0 being a whole row. With ZERO, w_zero has a byte beside
     each, the zero; with OUTER, w_outer [E] float32 a scale of each expert. A program has one tile, as in rows.py.
     """

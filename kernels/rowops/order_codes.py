@@ -35,7 +35,7 @@ def order_codes(
 
     x_codes are bytes [M, columns], rows dense, x_scale fp32 [M / room, room, groups] with these strides; PICKED, row i
     of both is ``index[i] // top_k`` (int32 words, a step of 2 means int64). With USED rows from ``used`` on are not
-    read or written. codes are bytes [M, columns] (runtime/weights/order.py); scale is fp32 [groups, M], its rows of
+    read or written. codes are bytes [M, columns] (prepared_layout.py); scale is fp32 [groups, M], its rows of
     whole fours. A program does a row at a time, until there are no more.
     """
     end = M

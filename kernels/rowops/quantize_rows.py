@@ -44,7 +44,7 @@ def quantize_rows(x, index, used, codes, scale, M, columns, top_k, index_step, f
 
     x [M, columns], rows dense; PICKED, row i of x is ``index[i] // top_k`` (int32 words, a step of 2 means int64). With
     USED rows from ``used`` on are not read or written. codes are bytes [M, columns], each 64 columns in ``K_ORDER``
-    (runtime/weights/order.py); scale is fp32 [M]. A program does a row at a time, until there are no more. The row is
+    (prepared_layout.py); scale is fp32 [M]. A program does a row at a time, until there are no more. The row is
     read once where BLOCK holds it.
     """
     end = M

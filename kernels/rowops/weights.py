@@ -1,6 +1,6 @@
 """Weights of experts as codes and scales: quantised, moved between the checkpoint's layout and the prepared one, read.
 
-The prepared layout is that of runtime/weights/order.py: blocks of 64 rows and 64 columns, in which a row's column
+The prepared layout is that of prepared_layout.py: blocks of 64 rows and 64 columns, in which a row's column
 k = 16 s + 8 h + 2 c + p is a byte, or a nibble, of the word of (c, s). A program takes a tile in halves, h = 0 and
 h = 1, of eight columns each, which a thread reads at once. Its codes are those of runtime/weights/codes.py, bit for
 bit: numbers are rounded by integer arithmetic, as not every GPU converts to e4m3, and none to e2m1 before sm_100.

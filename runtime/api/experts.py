@@ -14,7 +14,7 @@ from ...kernels.activations import activation_of
 from ..check import tensors
 from ..check.call import Starts, autocast, check_fusions, expected_bucket, form_of
 from ..driver.device import without_autocast
-from ..launch.products import operands_of
+from ..launch.steps import operands_of
 from ..ops import padded_rows
 from ..ops.activation import RowActivation, activate
 from ..ops.layer import Layer, weights_of

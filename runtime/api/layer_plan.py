@@ -15,8 +15,8 @@ import torch
 from ..check import tensors as check_tensors
 from ..check.tensors import address_of, in_memory
 from ..driver.device import current_stream, device_is_current
-from ..launch.products import operands_of
 from ..launch.program import LOW, MOST_ROWS, Guard, Program, Programs, Results, guard, replays
+from ..launch.steps import operands_of
 from ..ops import layer
 from ..ops.layer import (
     NO_ADAPTERS,

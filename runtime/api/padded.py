@@ -17,8 +17,8 @@ from ..check import tensors
 from ..check.call import Starts, autocast, check_fusions, expected_bucket, form_of
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import without_autocast
-from ..launch.products import operands_of
 from ..launch.program import NOW, remember
+from ..launch.steps import operands_of
 from ..ops import padded_rows
 from ..ops.low_rank import Lora, LowRank, as_used, scales_of
 from ..ops.padded_rows import How, PaddedGemm, Placed

@@ -17,7 +17,6 @@ from ..check import tensors as check_tensors
 from ..check.call import Call, Fusions
 from ..check.tensors import address_of
 from ..driver.device import current_stream, device_is_current, empty, tf32_allowed
-from ..launch.products import operands_of
 from ..launch.program import (
     LOW,
     MOST_ROWS,
@@ -31,6 +30,7 @@ from ..launch.program import (
     guard,
     replays,
 )
+from ..launch.steps import operands_of
 from ..ops import low_rank
 from ..ops.low_rank import LowRank, as_used
 

@@ -26,7 +26,7 @@ from ..driver.cuda import Unfinished
 from ..driver.rowops import RowOpLauncher
 from ..weights.codes import E4M3_MOST, Quantised, cat, quantise, values
 from ..weights.expert_weights import ExpertWeights
-from ..weights.order import K_ORDER, ORDERS
+from ..weights.prepared_layout import K_ORDER, ORDERS
 from ..weights.row_codes import codes_of_rows, values_of_rows, values_on_load
 from ..weights.writing import empty
 from . import gemm

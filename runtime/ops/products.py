@@ -17,7 +17,9 @@ from ..check import tensors
 from ..check.call import LowPart, Rows
 from ..check.tensors import rows_usable
 from ..driver.device import local_gpu, on
-from ..launch.products import (
+from ..launch.program import NOW, Now
+from ..launch.ready import may_add_low_part
+from ..launch.steps import (
     Product,
     operands_of,
     resolve,
@@ -29,8 +31,6 @@ from ..launch.products import (
     resolve_weight,
     resolve_wide,
 )
-from ..launch.program import NOW, Now
-from ..launch.ready import may_add_low_part
 from ..settings import BATCH_INVARIANT
 
 if TYPE_CHECKING:

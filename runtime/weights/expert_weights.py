@@ -28,7 +28,7 @@ from .validate import (
 
 if TYPE_CHECKING:
     from .codes import Quantised
-    from .order import CodeOrder
+    from .prepared_layout import CodeOrder
 
 _SCALE_DTYPES = {
     "fp32": (torch.float32,),
@@ -382,7 +382,7 @@ class ExpertWeights:
     def _rewritten(self, *, moved: bool) -> ExpertWeights:
         """These tensors in the other layout, written over themselves; the scales if they are ``moved``."""
         from . import writing
-        from .order import rewriting
+        from .prepared_layout import rewriting
 
         nan: list[torch.Tensor] = []
         by = writing.mover(self.format, self.codes)
@@ -706,7 +706,7 @@ def _moved(order: CodeOrder, scale: torch.Tensor) -> bool:
 
 
 def _orders() -> dict[str, CodeOrder]:
-    from .order import ORDERS  # here, as weights in the checkpoint's layout need none
+    from .prepared_layout import ORDERS  # here, as weights in the checkpoint's layout need none
 
     return ORDERS
 
@@ -808,7 +808,7 @@ def _check_numbers(weights: ExpertWeights, *, codes: bool) -> None:
 
     The weights may be in either layout.
     """
-    from .order import zero_has_room
+    from .prepared_layout import zero_has_room
 
     order = _orders().get(weights.format)
     if order is None or weights.codes.is_meta:

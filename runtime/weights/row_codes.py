@@ -8,7 +8,7 @@ from ...artifacts.records import DType, Scale
 from ...kernels.codes import BLOCK
 from ...kernels.hopper_w8a8_block import scale_columns
 from .codes import E4M3_MOST, quantise_rows
-from .order import K_ORDER
+from .prepared_layout import K_ORDER
 
 _CHUNK_ELEMENTS = 1 << 26
 

@@ -13,7 +13,7 @@ import torch
 
 from ...artifacts.records import PRECISIONS
 from .codes import Quantised, quantise
-from .order import ORDERS, PREPARED_DIMS, ZERO
+from .prepared_layout import ORDERS, PREPARED_DIMS, ZERO
 from .validate import bad, described, has_nan, repeated
 
 _SCALES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}

@@ -571,9 +571,9 @@ def test_a_trainer_s_weights_by_sglang_s_weight_updater(
 @pytest.mark.parametrize("kind", ["fp8", "compressed int4", "nvfp4"])
 def test_a_refit_makes_no_copy_of_the_layer(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What it makes is an expert's, were chunks that are moved at once as small as that."""
-    from pretuned.runtime.weights import order
+    from pretuned.runtime.weights import prepared_layout
 
-    monkeypatch.setattr(order, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(prepared_layout, "_CHUNK_BYTES", 1)
     refit = Refit(kind, monkeypatch, tmp_path)
     codes = refit.layer.w13_weight if kind == "fp8" else refit.layer.w13_weight_packed
     whole = codes.numel() * codes.element_size()

@@ -16,7 +16,7 @@ from pretuned.runtime import ExpertWeights, grouped_gemm, grouped_gemm_dX, moe_m
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.ops import quantised
-from pretuned.runtime.weights.order import ORDERS
+from pretuned.runtime.weights.prepared_layout import ORDERS
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),

@@ -21,7 +21,7 @@ from pretuned.runtime import (
 )
 from pretuned.runtime.dispatch import decide
 from pretuned.runtime.dispatch.snapshot import snapshot
-from pretuned.runtime.weights.order import K_ORDER
+from pretuned.runtime.weights.prepared_layout import K_ORDER
 from pretuned.runtime.weights.row_codes import codes_of_rows
 
 pytestmark = [

@@ -18,7 +18,7 @@ from pretuned.kernels.rowops import ANY_ROWS, PICKED, USED
 from pretuned.kernels.rowops.order_codes import order_codes
 from pretuned.kernels.rowops.quantize import quantize
 from pretuned.kernels.rowops.quantize_rows import quantize_rows
-from pretuned.runtime.weights.order import K_ORDER
+from pretuned.runtime.weights.prepared_layout import K_ORDER
 
 
 def wrong(

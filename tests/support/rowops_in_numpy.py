@@ -22,7 +22,7 @@ from pretuned.runtime.ops.activation import RowActivation, by_torch
 from pretuned.runtime.weights import writing
 from pretuned.runtime.weights.codes import Quantised
 from pretuned.runtime.weights.expert_weights import ExpertWeights
-from pretuned.runtime.weights.order import K_ORDER, ORDERS
+from pretuned.runtime.weights.prepared_layout import K_ORDER, ORDERS
 from pretuned.runtime.weights.row_codes import codes_of_rows
 
 

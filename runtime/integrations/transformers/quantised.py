@@ -21,8 +21,8 @@ from ...runtime.driver.device import capturing
 from ...runtime.locks import lock
 from ...runtime.weights.codes import E8M0
 from ...runtime.weights.expert_weights import checked, int4_format, scale_shape, synchronize, version_of
-from ...runtime.weights.order import ORDERS, PREPARED_DIMS
 from ...runtime.weights.packings import fp8_scale
+from ...runtime.weights.prepared_layout import ORDERS, PREPARED_DIMS
 from ...runtime.weights.validate import fit, has_nan
 from ...runtime.weights.writing import codes_room, move_codes, move_scale, mover, scale_room
 from ..loaded_format import scale_of_rows

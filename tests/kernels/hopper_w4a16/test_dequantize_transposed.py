@@ -17,7 +17,7 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def half_of(codes: list[int], kind: str) -> int:
-    """16 bits of four codes, as runtime/weights/order.py lays them."""
+    """16 bits of four codes, as runtime/weights/prepared_layout.py lays them."""
     if kind == "int4":
         return sum(code << 4 * i for i, code in enumerate(codes))
     a, b, c, d = codes

@@ -19,7 +19,7 @@ from pretuned.kernels.hopper_w8a8_block import starts as kernel
 from pretuned.kernels.registry import refusal, undeclared, unlaunchable
 from pretuned.kernels.search import candidates
 from pretuned.kernels.spec import Config, Spec, code_of, reads_in_place
-from pretuned.runtime.weights.order import K_ORDER
+from pretuned.runtime.weights.prepared_layout import K_ORDER
 
 SPECS = [Spec(Op.FORWARD, DType.FP8_BLOCK, config, fusion=Fusion.STARTS) for config in STARTS_CONFIGS]
 PROBLEM = Problem(Op.FORWARD, DType.FP8_BLOCK, 32, 4096, 7168)

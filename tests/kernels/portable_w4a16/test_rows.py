@@ -11,7 +11,7 @@ import pytest
 import warm
 
 from pretuned.artifacts.records import PRECISIONS, Fusion
-from pretuned.runtime.weights.order import ORDERS
+from pretuned.runtime.weights.prepared_layout import ORDERS
 
 WORKER = Path(__file__).parents[2] / "support" / "interpret_coded.py"
 FORMATS = [name for name, one in PRECISIONS.items() if one.quantised and one.x.name == "bf16"]

@@ -18,7 +18,7 @@ from pretuned.kernels.spec import Config, Spec
 from pretuned.runtime import grouped_gemm
 from pretuned.runtime.check.call import Rows
 from pretuned.runtime.check.tensors import check
-from pretuned.runtime.launch import products
+from pretuned.runtime.launch import steps
 from pretuned.runtime.launch.ready import rows_aligned
 
 SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"
@@ -200,6 +200,6 @@ def test_rows_of_y_that_are_no_whole_16_bytes_are_filled_up(clean_places: Path) 
             assert (read["w"].sizes, read["w"].strides) == ((E, N, K), (2 * N * K, 2 * K))
         assert len(gpu.loads) == 1
         assert len(gpu.launches) == 3
-        assert products.resolve_wide(Rows(Op.FORWARD, x, w[:, :328].contiguous(), m_sizes, Layout.NK, M)) is None
+        assert steps.resolve_wide(Rows(Op.FORWARD, x, w[:, :328].contiguous(), m_sizes, Layout.NK, M)) is None
         shifted = torch.randn(M * K + 1).bfloat16()[1:].view(M, K)  # no 16 bytes
-        assert products.resolve_wide(Rows(Op.FORWARD, shifted, w, m_sizes, Layout.NK, M)) is None
+        assert steps.resolve_wide(Rows(Op.FORWARD, shifted, w, m_sizes, Layout.NK, M)) is None

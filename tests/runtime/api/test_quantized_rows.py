@@ -28,7 +28,7 @@ from pretuned.runtime import (
     moe_mlp,
     sort_routing,
 )
-from pretuned.runtime.weights.order import K_ORDER
+from pretuned.runtime.weights.prepared_layout import K_ORDER
 from pretuned.runtime.weights.row_codes import codes_of_rows
 
 FORMATS = ["fp8_block", "fp8_channel"]

@@ -25,7 +25,7 @@ from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, moe_mlp, reload
 from pretuned.runtime.check.call import Rows
 from pretuned.runtime.dispatch.pin import KernelPair, Preference
 from pretuned.runtime.launch import gemm
-from pretuned.runtime.launch.products import operands_of
+from pretuned.runtime.launch.steps import operands_of
 from pretuned.runtime.ops.low_rank import LowRank, product
 from pretuned.runtime.ops.products import with_low_part
 

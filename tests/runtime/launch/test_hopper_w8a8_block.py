@@ -22,8 +22,8 @@ from pretuned.runtime import ExpertWeights
 from pretuned.runtime.driver.launcher import Launcher
 from pretuned.runtime.driver.rowops import RowOpLauncher
 from pretuned.runtime.launch import gemm
-from pretuned.runtime.launch.products import operands_of
 from pretuned.runtime.launch.quantised import bytes_of_row, quantize_step
+from pretuned.runtime.launch.steps import operands_of
 
 E, N, K, SMS = 4, 640, 384, 132
 CONFIG = Config(128, 256, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.W8A8_BLOCK)

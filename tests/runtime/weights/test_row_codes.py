@@ -8,7 +8,7 @@ import torch
 from pretuned.artifacts.records import DType
 from pretuned.runtime.weights import row_codes
 from pretuned.runtime.weights.codes import quantise_rows
-from pretuned.runtime.weights.order import K_ORDER
+from pretuned.runtime.weights.prepared_layout import K_ORDER
 from pretuned.runtime.weights.row_codes import codes_of_rows, values_of_rows, values_on_load
 
 BLOCKS, ROWS = DType.FP8_BLOCK.precision.x.scale, DType.FP8_CHANNEL.precision.x.scale

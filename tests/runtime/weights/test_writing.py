@@ -20,7 +20,7 @@ from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records import PRECISIONS
 from pretuned.runtime import ExpertWeights, Lora, experts_mlp, grouped_gemm, moe_mlp
 from pretuned.runtime.weights import codes
-from pretuned.runtime.weights.order import ORDERS
+from pretuned.runtime.weights.prepared_layout import ORDERS
 
 E, N, K = 3, 128, 256
 FORMATS = [name for name, one in PRECISIONS.items() if one.quantised]

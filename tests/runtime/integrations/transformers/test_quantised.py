@@ -31,7 +31,7 @@ from pretuned.kernels.activations import Activation
 from pretuned.kernels.spec import Config, Loads, Schedule, Spec
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.ops.activation import RowActivation
-from pretuned.runtime.weights.order import ORDERS
+from pretuned.runtime.weights.prepared_layout import ORDERS
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
 _SIZES = {

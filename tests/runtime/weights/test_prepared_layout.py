@@ -24,7 +24,7 @@ from pretuned.artifacts.records import PRECISIONS, DType
 from pretuned.kernels.hopper_w4a16 import prepares
 from pretuned.runtime import ExpertWeights, grouped_gemm
 from pretuned.runtime.weights import codes
-from pretuned.runtime.weights.order import BLOCK, K_ORDER, ORDERS
+from pretuned.runtime.weights.prepared_layout import BLOCK, K_ORDER, ORDERS
 
 
 @pytest.fixture
@@ -242,7 +242,7 @@ def test_what_fails_half_way_leaves_all_as_they_were(
     format: str, change: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the codes, if it is scales or zero points that there is no memory for; also by some experts at a time."""
-    monkeypatch.setattr("pretuned.runtime.weights.order._CHUNK_BYTES", at_once)
+    monkeypatch.setattr("pretuned.runtime.weights.prepared_layout._CHUNK_BYTES", at_once)
     w = made(format, N=64, K=64)
     w = w.prepare() if change == "restore_in_place" else w
     before = bits_of(w)
