@@ -9,8 +9,8 @@ from pathlib import Path
 import golden_bundles
 import pytest
 
+from pretuned.aot.bundle.diff import diff, time_ratio
 from pretuned.aot.bundle.merge import merge
-from pretuned.aot.cli.diff import diff, time_ratio
 from pretuned.aot.cli.inspect import contents
 from pretuned.aot.demand import tuner
 from pretuned.aot.report.page import page

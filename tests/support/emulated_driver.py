@@ -177,8 +177,8 @@ class EmulatedGpu:
     cubin, by its digest, and may spoil what was stored. fails: the CUDA error of a function's calls, by its name.
     refuses: that of launches of a cubin, by its digest. broken: a kernel has faulted, and waiting for the GPU raises,
     as it does once for each of ``raises``. on_load: is called after each cubin that is loaded.
-    repeats_addresses: a tensor map has its address a second time, at its end. asked: the device of each current stream
-    that was asked for, and torch's current device then.
+    repeats_addresses: a tensor map has its address a second time, at its end. streams_asked: the device of each current
+    stream that was asked for, and torch's current device then.
     """
 
     def __init__(self, gpu: Gpu = H200, sm: int = 90, count: int = 1, per_sm: int = 1) -> None:
@@ -198,7 +198,7 @@ class EmulatedGpu:
         self.loads: list[Code] = []
         self.on_load: Callable[[], None] = lambda: None
         self.allocated: list[int] = []
-        self.asked: list[tuple[int, int]] = []
+        self.streams_asked: list[tuple[int, int]] = []
         self.errors: list[BaseException] = []
         self._loaded: dict[int, Loaded] = {}
         self._memory: list[Any] = []
@@ -509,7 +509,7 @@ def _torch_cuda(gpu: EmulatedGpu) -> dict[str, Any]:
             gpu.stream = before
 
     def current_stream(of: Any = None) -> _Stream:
-        gpu.asked.append((_index(of, gpu), gpu.current))
+        gpu.streams_asked.append((_index(of, gpu), gpu.current))
         return _Stream(gpu, gpu.stream)
 
     major, minor = divmod(gpu.sm, 10)

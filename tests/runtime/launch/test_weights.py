@@ -202,11 +202,11 @@ def test_kernels_are_launched_on_the_weights_device(gpu: EmulatedGpu, monkeypatc
     w.copy_(stored).dequantize()
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 1)
     w.copy_(numbers(1)).copy_(stored).dequantize()  # finds the kernels of this device, and tests them
-    gpu.asked.clear()
+    gpu.streams_asked.clear()
     w.copy_(numbers(1))
     w.copy_(stored)
     w.dequantize()
-    assert gpu.asked == [(1, 1)] * 5  # two searches for the largest, quantised, moved, dequantised
+    assert gpu.streams_asked == [(1, 1)] * 5  # two searches for the largest, quantised, moved, dequantised
     assert gpu.current == 0
 
 
