@@ -25,7 +25,7 @@ from ..dispatch.ranking import by_tile, why_not
 from ..dispatch.rowops import ranked
 from ..dispatch.snapshot import Rejected, Snapshot, View
 from ..driver.device import current_device, local_gpu
-from ..launch.loader import loaded, may_run, prepare
+from ..launch.loader import load_decided, loaded, may_run
 from ..launch.ready import is_by_torch
 from ..locks import at_fork, lock
 from ..ops import layer  # noqa: F401 - most of what a first call imports: it is to be there, too
@@ -177,13 +177,13 @@ def preload(
             continue
         aligned = has_aligned_rows(problem)
         try:
-            kernel = prepare(snapshot, problem, bucket, local, device, aligned=aligned, strict=strict)
+            kernel = load_decided(snapshot, problem, bucket, local, device, aligned=aligned, strict=strict)
         except ProblemNotInBundle:  # strict mode: the call itself will raise
             continue
         if kernel is not None:
             kernels.add(kernel.function.handle)
             if by_tile(kernel.variant):  # where few rows of many are expected, another runs
-                other = prepare(
+                other = load_decided(
                     snapshot, problem, bucket, local, device, aligned=aligned, strict=strict, persistent=True
                 )
                 kernels.update(() if other is None else (other.function.handle,))

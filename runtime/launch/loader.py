@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..dispatch.pin import Pin
 
 
-def prepare(
+def load_decided(
     snapshot: Snapshot,
     problem: Problem,
     M: int,

@@ -356,7 +356,7 @@ def _kernel(
         if named is not None:
             return named
     demanded = settings.settings().strict if strict is None else strict
-    return loader.prepare(
+    return loader.load_decided(
         dispatch_snapshot.snapshot(),
         problem,
         M,

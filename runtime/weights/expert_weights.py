@@ -70,6 +70,9 @@ class ExpertWeights:
     derived
         The scales that kernels read where they read none of ``scale``'s dtype or layout, made of it; None before they
         are needed.
+
+    Kernels for prepared codes read ``kernel_scale``, portable ones ``plain_scale``: ``scale`` or ``derived``. Both
+    multiply their sums by ``outer_scale``.
     """
 
     def __init__(

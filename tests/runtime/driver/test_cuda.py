@@ -197,7 +197,7 @@ def test_what_a_driver_can_not_read_is_passed_over_and_told(
     def prepared(*named: Path, installed: tuple[Path, ...] = ()) -> object:
         stub.stub_fail(b"cuModuleLoadData", code)
         there = snapshot(*named, installed=installed)
-        return loader.prepare(there, problem_of(), 64, local, 0, aligned=True, strict=False)
+        return loader.load_decided(there, problem_of(), 64, local, 0, aligned=True, strict=False)
 
     assert prepared(installed=(tmp_path,)) is None
     assert any(re.search(told, one.getMessage()) for one in caplog.records), caplog.text
@@ -205,7 +205,7 @@ def test_what_a_driver_can_not_read_is_passed_over_and_told(
         prepared(path)
     assert loader.loaded_count() == 0
     stub.stub_fail(b"", 0)
-    kernel = loader.prepare(snapshot(path), problem_of(), 64, local, 0, aligned=True, strict=False)
+    kernel = loader.load_decided(snapshot(path), problem_of(), 64, local, 0, aligned=True, strict=False)
     assert kernel is not None
 
 
