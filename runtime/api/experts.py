@@ -153,9 +153,11 @@ def experts_mlp(
         check_out(_CALL, out, x.shape, x, read | {f"lora[{i // 2}].{'AB'[i % 2]}": pairs[i] for i in range(4)})
     how = Layer(1, layout, act, bucket)
 
-    def compute(flat: torch.Tensor, into: torch.Tensor | None, placed: Placed, do: Any) -> torch.Tensor:
+    def compute(flat: torch.Tensor, into: torch.Tensor | None, placed: Placed, executor: Any) -> torch.Tensor:
         both = Adapters(first, second)
-        return padded_rows.layer(how, flat, weights, placed, zero_tail=zero_tail, into=into, adapters=both, do=do)
+        return padded_rows.layer(
+            how, flat, weights, placed, zero_tail=zero_tail, into=into, adapters=both, executor=executor
+        )
 
     with without_autocast(x.device.type):
         y = run_recorded(key if own else None, inputs, flat, compute)

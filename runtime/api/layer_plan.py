@@ -174,8 +174,8 @@ class LayerPlan(Programs):
         results, program = self._recorded(
             M,
             inputs,
-            lambda do: layer.forward(
-                how, x, parameters, routing, weights, keeps_h=keeps_h, do=do, into=into, adapters=adapters
+            lambda executor: layer.forward(
+                how, x, parameters, routing, weights, keeps_h=keeps_h, executor=executor, into=into, adapters=adapters
             ),
         )
         if program is not None:
@@ -210,7 +210,9 @@ class LayerPlan(Programs):
             M,
             inputs,
             len(inputs) - len(routing),
-            lambda do: layer.all_gradients(how, dout, x, parameters, weights, h, routing, needs, adapters, narrow, do),
+            lambda executor: layer.all_gradients(
+                how, dout, x, parameters, weights, h, routing, needs, adapters, narrow, executor
+            ),
             loose=6,
         )
 

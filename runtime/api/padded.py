@@ -17,7 +17,7 @@ from ..check import tensors
 from ..check.call import Starts, autocast, check_fusions, expected_bucket, form_of
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import without_autocast
-from ..launch.program import NOW, remember
+from ..launch.program import EAGER, remember
 from ..launch.steps import operands_of
 from ..ops import padded_rows
 from ..ops.low_rank import Lora, LowRank, as_used, scales_of
@@ -139,8 +139,8 @@ def padded_gemm(
     if not (x is originals[0] and w is originals[1] and bias is originals[2]):
         key = None
 
-    def compute(flat: torch.Tensor, into: torch.Tensor | None, placed: Placed, do: Any) -> torch.Tensor:
-        return padded_rows.product(flat, dense, placed, how, bias, part, into, do)[0]
+    def compute(flat: torch.Tensor, into: torch.Tensor | None, placed: Placed, executor: Any) -> torch.Tensor:
+        return padded_rows.product(flat, dense, placed, how, bias, part, into, executor)[0]
 
     with without_autocast(x.device.type):
         y = run_recorded(key, inputs, flat, compute)
@@ -226,7 +226,7 @@ def run_recorded(
     new_plan = None if key is None else plan(inputs)
     placed = placed_of(x, m_sizes, m_starts)
     if new_plan is None:
-        return compute(flat, as_rows(out), placed, NOW)
+        return compute(flat, as_rows(out), placed, EAGER)
     y = new_plan.first(inputs, placed, compute)
     if new_plan.program is not None:
         remember(dispatch_snapshot.snapshot().plans, key, new_plan)

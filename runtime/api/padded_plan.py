@@ -11,11 +11,11 @@ import torch
 from ...artifacts.errors import InputError
 from ..check import tensors as check_tensors
 from ..driver.device import current_stream, device_is_current
-from ..launch.program import LOW, MOST_ROWS, Guard, Now, Program, Programs, guard, replays
+from ..launch.program import LOW, MOST_ROWS, EagerExecutor, Guard, Program, Programs, guard, replays
 from ..ops.padded_rows import Placed, place
 
 # y of x and out as rows, of the rows that are there
-Compute: TypeAlias = "Callable[[Any, torch.Tensor | None, Placed, Now], torch.Tensor]"
+Compute: TypeAlias = "Callable[[Any, torch.Tensor | None, Placed, EagerExecutor], torch.Tensor]"
 _written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
 _transformed = torch._C._are_functorch_transforms_active
 stream_of = current_stream
@@ -69,7 +69,7 @@ class PaddedPlan(Programs):
         """
         flat = _flat(inputs)
         results, self.program = self._recorded(
-            placed.index.shape[0], (*flat, *placed), lambda do: (compute(flat[0], flat[-1], placed, do),)
+            placed.index.shape[0], (*flat, *placed), lambda executor: (compute(flat[0], flat[-1], placed, executor),)
         )
         return results[0]  # type: ignore[return-value]
 

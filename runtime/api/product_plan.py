@@ -177,7 +177,7 @@ class ProductPlan(Programs):
             return program.run(sizes[0], stream_of(self._device), inputs)  # type: ignore[return-value]
         call = Call(self.form, w, m_sizes, Fusions(index, weights, bias), *sizes)
         results, self.program = self._recorded(
-            call.M, inputs, lambda do: low_rank.with_adapter(call, x, adapter, out, do)
+            call.M, inputs, lambda executor: low_rank.with_adapter(call, x, adapter, out, executor)
         )
         return results  # type: ignore[return-value]
 
@@ -221,7 +221,7 @@ class ProductPlan(Programs):
             M,
             inputs,
             len(inputs) - 1,
-            lambda do: self.autograd.with_adapter(call, dy, x, needs, adapter, u, do),
+            lambda executor: self.autograd.with_adapter(call, dy, x, needs, adapter, u, executor),
             loose,
         )
 
@@ -247,10 +247,10 @@ class ProductPlan(Programs):
         if type(dy) is not torch.Tensor or not replays(dy.dtype) or not dy.is_contiguous():
             return None
 
-        def compute(do: Recorder) -> Results:
+        def compute(executor: Recorder) -> Results:
             dense = m_sizes.new_empty((), dtype=dy.dtype).expand(shape) if w is None else w  # type: ignore[arg-type]
             call = Call(self.form, dense, m_sizes, Fusions(None, None, None), *sizes)
-            results: Results = self.autograd.backward(call, dy, x, needs, do)
+            results: Results = self.autograd.backward(call, dy, x, needs, executor)
             return results
 
         return self._first(needs, M, (dy, x, w, m_sizes), 3, compute, loose)

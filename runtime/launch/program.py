@@ -1,6 +1,6 @@
 """Programs: the launches of a call, one after another, which run at once, or are recorded to run again.
 
-The arithmetic of a call, in the rooms above, is over an object of ``Now``: it makes memory, runs steps, and calls torch
+The arithmetic of a call, in the rooms above, is over an ``EagerExecutor``: it makes memory, runs steps, and calls torch
 where a call needs it. A ``Recorder`` does the same and writes it down, in the terms of the tensors that the call was
 given, as a ``Program``: a later call that is like it runs that, and none of the arithmetic above.
 
@@ -82,7 +82,7 @@ class Step(NamedTuple):
         return cls(launcher.bind(**how), name, names, scales)
 
 
-class Now:
+class EagerExecutor:
     """Runs each step at once."""
 
     def new(self, like: torch.Tensor, size: tuple[int, ...], dtype: torch.dtype | None = None, *, per: int = 1) -> Any:
@@ -109,10 +109,10 @@ class Now:
         """Note that a part of the call is not run through this executor: the call can't be recorded."""
 
 
-NOW = Now()
+EAGER = EagerExecutor()
 
 
-class Recorder(Now):
+class Recorder(EagerExecutor):
     """Runs each step at once, and records it.
 
     ``inputs`` are the call's tensors, with ``M`` sorted rows. With ``varies`` the program is for any number of rows. A

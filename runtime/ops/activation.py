@@ -18,7 +18,7 @@ from ..check import tensors
 from ..check.saved import Saved
 from ..driver.device import on
 from ..launch import rowops as launch_rowops
-from ..launch.program import NOW, Now, Step
+from ..launch.program import EAGER, EagerExecutor, Step
 
 _transformed = torch._C._are_functorch_transforms_active
 _traced = torch._C._get_tracing_state
@@ -90,20 +90,22 @@ def activate(
     return a.view(*h.shape[:-1], columns)
 
 
-def forward(h: torch.Tensor, act: RowActivation, bounds: torch.Tensor | None = None, do: Now = NOW) -> torch.Tensor:
+def forward(
+    h: torch.Tensor, act: RowActivation, bounds: torch.Tensor | None = None, executor: EagerExecutor = EAGER
+) -> torch.Tensor:
     """a [M, I] of h [M, 2*I] or [M, I]. With ``bounds`` (``Routing.bounds``) rows of no expert hold anything."""
     I = act.columns(h)  # noqa: E741
     h = h.contiguous()
     launch = launch_rowops.for_rows(RowOp.ACTIVATION, I, h.shape[0], h)
     if launch is None:
-        do.unplanned()
+        executor.unplanned()
         return by_torch(h, act)
     behind, flags = launch_rowops.used(bounds)
     numbers: dict[str, Any] = {"columns": I, "flags": flags | act.flags, **act.function.words}
     step = Step.of(launch, f"{act.function} of {h.shape[1]} columns", behind=(("used", behind, 0),), **numbers)
     with on(h.get_device()):
-        a: torch.Tensor = do.new(h, (h.shape[0], I))
-        do.run(step, h.shape[0], {"h": h, "a": a, "used": bounds})
+        a: torch.Tensor = executor.new(h, (h.shape[0], I))
+        executor.run(step, h.shape[0], {"h": h, "a": a, "used": bounds})
     return a
 
 
@@ -125,7 +127,7 @@ def gradient(
     index: torch.Tensor | None = None,
     bounds: torch.Tensor | None = None,
     narrow: bool = False,
-    do: Now = NOW,
+    executor: EagerExecutor = EAGER,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """dh[i] = act'(h[i]) * (t * da[i]), a[i] = t * act(h[i]), dweights[index[i]] = dot(da[i], act(h[i])).
 
@@ -138,7 +140,7 @@ def gradient(
     h, da = h.contiguous(), da.contiguous()
     launch = launch_rowops.for_rows(RowOp.ACTIVATION_GRAD, I, M, h, da)
     if launch is None:
-        do.unplanned()
+        executor.unplanned()
         return _gradient_by_torch(h, da, act, needs, weights, index, bounds)
     kind = weights.dtype if narrow and weights is not None else torch.float32
     behind, flags = launch_rowops.used(bounds)
@@ -150,10 +152,10 @@ def gradient(
     name = f"gradient of {act.function} of {h.shape[1]} columns"
     step = Step.of(launch, name, behind=(("used", behind, 0),), **numbers)
     with on(h.get_device()):
-        dh = do.new(h, h.shape) if needs.dh else None
-        a = do.new(da, (M, I)) if needs.a else None
-        dweights = do.new(h, (M,), kind) if needs.dweights else None
-        do.run(
+        dh = executor.new(h, h.shape) if needs.dh else None
+        a = executor.new(da, (M, I)) if needs.a else None
+        dweights = executor.new(h, (M,), kind) if needs.dweights else None
+        executor.run(
             step,
             M,
             {

@@ -16,7 +16,7 @@ from ..check.call import Call, Form, Fusions
 from ..check.saved import FLOATS, INDICES, Frozen, Saved
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
-from ..launch.program import NOW, Now
+from ..launch.program import EAGER, EagerExecutor
 from ..weights.expert_weights import ExpertWeights
 from . import gradients, low_rank
 from .low_rank import LowRank, narrowed_gradient
@@ -198,10 +198,10 @@ def wanted(needs_input_grad: tuple[bool, ...], form: Form) -> Needs:
 
 
 def backward(
-    call: Call, dy: torch.Tensor, x: torch.Tensor | None, needs: Needs, do: Now = NOW
+    call: Call, dy: torch.Tensor, x: torch.Tensor | None, needs: Needs, executor: EagerExecutor = EAGER
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of x, w, topk_weights and bias that ``needs`` asks for. x may be None if only its own is."""
-    return with_adapter(call, dy, x, needs, None, None, do)[:4]
+    return with_adapter(call, dy, x, needs, None, None, executor)[:4]
 
 
 def with_adapter(
@@ -211,7 +211,7 @@ def with_adapter(
     needs: Needs,
     adapter: LowRank | None,
     u: torch.Tensor | None,
-    do: Now = NOW,
+    executor: EagerExecutor = EAGER,
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients with an adapter, and its dA and dB if there is the forward's ``u``; else None for them."""
     call, x, adapter, u = _as_saved(call, dy, x, needs, adapter, u)
@@ -221,19 +221,21 @@ def with_adapter(
     grad_y = gradients.GradY.of(call, dy, gathers=needs_w or needs_bias or adapter is not None)
     if adapter is not None and (needs_x or needs_weights or u is not None):
         beside = gradients.Beside(
-            adapter, narrowed_gradient(adapter, grad_y.gathered, call.m_sizes, do, call.form.bucket)
+            adapter, narrowed_gradient(adapter, grad_y.gathered, call.m_sizes, executor, call.form.bucket)
         )
     if needs_weights and x is not None:
         dx, dweights = gradients.grad_x_and_weights(call, grad_y, x, beside)
         dx = dx if needs_x else None
     elif needs_x:
-        dx = gradients.grad_x(call, grad_y, do, beside)
+        dx = gradients.grad_x(call, grad_y, executor, beside)
     if x is not None and (needs_w or u is not None):
-        rows_x = gradients.sorted_x(call, x, do)
+        rows_x = gradients.sorted_x(call, x, executor)
     if needs_w or needs_bias:
-        dw, dbias = gradients.grad_w_and_bias(call, grad_y, rows_x if needs_w else None, bias=needs_bias, do=do)
+        dw, dbias = gradients.grad_w_and_bias(
+            call, grad_y, rows_x if needs_w else None, bias=needs_bias, executor=executor
+        )
     if beside is not None and u is not None and rows_x is not None:
-        low = gradients.grad_adapter(call, grad_y, rows_x, beside, u, do)
+        low = gradients.grad_adapter(call, grad_y, rows_x, beside, u, executor)
     return dx, dw, dweights, dbias, *low
 
 

@@ -23,7 +23,7 @@ from ...artifacts.records import Op
 from ...artifacts.tuples import NamedTuple
 from ..check.call import Call, Rows
 from ..check.tensors import rows_usable
-from ..launch.program import NOW, Now
+from ..launch.program import EAGER, EagerExecutor
 from . import low_rank
 from .low_rank import LowRank, LowRankGradients
 from .products import weight
@@ -61,19 +61,19 @@ class GradY(NamedTuple):
         return self.sorted
 
 
-def grad_x(call: Call, dy: GradY, do: Now = NOW, beside: Beside | None = None) -> torch.Tensor:
+def grad_x(call: Call, dy: GradY, executor: EagerExecutor = EAGER, beside: Beside | None = None) -> torch.Tensor:
     """dx [x_rows, K]: rows that took no part are zero."""
     topk, index = call.form.topk, call.fusions.index
     many = call.x_rows * topk
     if beside is not None and call.form.permute_x and call.fusions.weights is None and many == call.M:
         # Code that adds a low-rank part stores rows where they are: they are put in their places afterwards.
-        raw = low_rank.product(_rows_of_dx(call, dy, None, moves=False), *beside, do)
+        raw = low_rank.product(_rows_of_dx(call, dy, None, moves=False), *beside, executor)
         if index is None:
             raise AssertionError("no index")
         from . import tokens
 
-        return tokens.combine(raw, do.call(_places, call.m_sizes, index), topk, do=do)
-    raw = _grad_rows(call, dy, call.flat_weights(dy.rows), do, beside)
+        return tokens.combine(raw, executor.call(_places, call.m_sizes, index), topk, executor=executor)
+    raw = _grad_rows(call, dy, call.flat_weights(dy.rows), executor, beside)
     if not call.form.permute_x or topk == 1:
         return raw
     return raw.view(call.x_rows, topk, call.K).sum(1)
@@ -92,7 +92,7 @@ def grad_x_and_weights(
     T, topk = weights.shape
     if not T:  # no row takes part
         return grad_x(call, dy), torch.zeros_like(weights)
-    raw = _grad_rows(call, dy, None, NOW, beside)
+    raw = _grad_rows(call, dy, None, EAGER, beside)
     part = reference.taking_part(call.m_sizes, index, T * topk, call.M)
     index = reference.rows_of(index, T * topk)
     if call.form.permute_x:  # token order already; what takes no part may hold anything
@@ -111,7 +111,7 @@ def grad_x_and_weights(
 
 
 def grad_w_and_bias(
-    call: Call, dy: GradY, x: torch.Tensor | None, *, bias: bool, do: Now = NOW
+    call: Call, dy: GradY, x: torch.Tensor | None, *, bias: bool, executor: EagerExecutor = EAGER
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dw as w lies, dense (with x, ``sorted_x``), and dbias [E, N]: dW with ones for x. Without rows it is zero.
 
@@ -122,7 +122,9 @@ def grad_w_and_bias(
     rows_dy = _scaled(call, dy.gathered, flat)
     dw = dbias = None
     if x is not None:
-        dw = weight(rows_dy, x, call.m_sizes, layout=form.layout, pin=form.pin_dw, bucket=form.bucket, do=do)
+        dw = weight(
+            rows_dy, x, call.m_sizes, layout=form.layout, pin=form.pin_dw, bucket=form.bucket, executor=executor
+        )
     if bias:
         ones = rows_dy.new_ones((call.M, _ONES))
         if form.permute_x and flat is None and index is not None:  # else what takes no part is zero in dy by now
@@ -132,20 +134,22 @@ def grad_w_and_bias(
 
 
 def grad_adapter(
-    call: Call, dy: GradY, x: torch.Tensor, beside: Beside, u: torch.Tensor, do: Now = NOW
+    call: Call, dy: GradY, x: torch.Tensor, beside: Beside, u: torch.Tensor, executor: EagerExecutor = EAGER
 ) -> LowRankGradients:
     """dA [E, r, K] and dB [E, N, r]; x is sorted (``sorted_x``), and u [M, r] what the forward made of it."""
     flat, bucket = call.flat_weights(dy.rows), call.form.bucket
-    dB = weight(dy.gathered, _scaled(call, u, flat), call.m_sizes, bucket=bucket, do=do)
-    return LowRankGradients(weight(_scaled(call, beside.v, flat), x, call.m_sizes, bucket=bucket, do=do), dB)
+    dB = weight(dy.gathered, _scaled(call, u, flat), call.m_sizes, bucket=bucket, executor=executor)
+    return LowRankGradients(
+        weight(_scaled(call, beside.v, flat), x, call.m_sizes, bucket=bucket, executor=executor), dB
+    )
 
 
-def sorted_x(call: Call, x: torch.Tensor, do: Now = NOW) -> torch.Tensor:
+def sorted_x(call: Call, x: torch.Tensor, executor: EagerExecutor = EAGER) -> torch.Tensor:
     """The rows of x [M, K] in the sorted order; those of an index out of range are zero."""
     form, index = call.form, call.fusions.index
     if not form.permute_x or index is None:
         return x
-    return do.call(partial(_rows_of_tokens, topk=form.topk), x, index)  # type: ignore[no-any-return]
+    return executor.call(partial(_rows_of_tokens, topk=form.topk), x, index)  # type: ignore[no-any-return]
 
 
 def _rows_of_tokens(x: torch.Tensor, index: torch.Tensor, topk: int) -> torch.Tensor:
@@ -183,12 +187,14 @@ def _rows_of_dx(call: Call, dy: GradY, flat: torch.Tensor | None, *, moves: bool
     )
 
 
-def _grad_rows(call: Call, dy: GradY, flat: torch.Tensor | None, do: Now, beside: Beside | None = None) -> torch.Tensor:
+def _grad_rows(
+    call: Call, dy: GradY, flat: torch.Tensor | None, executor: EagerExecutor, beside: Beside | None = None
+) -> torch.Tensor:
     """dy @ w row by row: in the sorted order [M, K], or with permute_x in token order [T*topk, K]; others zero."""
     moves = call.form.permute_x
     adapter, v = beside or (None, None)
     many = call.x_rows * call.form.topk if moves else call.M
-    return low_rank.product(_rows_of_dx(call, dy, flat, moves=moves), adapter, v, do, many=many)
+    return low_rank.product(_rows_of_dx(call, dy, flat, moves=moves), adapter, v, executor, many=many)
 
 
 def _places(m_sizes: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

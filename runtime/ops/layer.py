@@ -34,7 +34,7 @@ from ..check.call import Rows, flat, wide_of
 from ..check.saved import FLOATS, Frozen, Saved
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
-from ..launch.program import NOW, Now
+from ..launch.program import EAGER, EagerExecutor
 from ..weights.expert_weights import ExpertWeights
 from . import activation, low_rank, tokens
 from .activation import Needs, RowActivation
@@ -136,7 +136,7 @@ def forward(
     weights: torch.Tensor,
     *,
     keeps_h: bool,
-    do: Now = NOW,
+    executor: EagerExecutor = EAGER,
     into: torch.Tensor | None = None,
     adapters: Adapters = NO_ADAPTERS,
     x_scale: torch.Tensor | None = None,
@@ -167,20 +167,20 @@ def forward(
     )
     h = narrow_x = narrow_a = None
     y: torch.Tensor | None
-    second = partial(_second, parameters.down, m_sizes, layer, adapters.second, do)
+    second = partial(_second, parameters.down, m_sizes, layer, adapters.second, executor)
     whole = act == GATED_IN_PRODUCT and not keeps_h and adapters.first is None
-    a = gated_rows(first, do) if whole else None
+    a = gated_rows(first, executor) if whole else None
     if a is not None:
         y, narrow_a = second(a)
     else:
         if adapters.first is not None:
-            narrow_x = low_rank.narrowed(adapters.first, x, m_sizes, index, k, bounds, do, bucket)
-        h = low_rank.product(first, adapters.first, narrow_x, do)
+            narrow_x = low_rank.narrowed(adapters.first, x, m_sizes, index, k, bounds, executor, bucket)
+        h = low_rank.product(first, adapters.first, narrow_x, executor)
         of_h = Rows(Op.FORWARD, h, parameters.down, m_sizes, layout, M, bounds=bounds, expected=bucket)
-        y = of_activated(of_h, act, do) if adapters.second is None else None
+        y = of_activated(of_h, act, executor) if adapters.second is None else None
         if y is None:
-            y, narrow_a = second(activation.forward(h, act, bounds, do))
-    out = tokens.combine(y, places, k, slot_weights(weights, y, do), experts, down_bias, do, into=into)
+            y, narrow_a = second(activation.forward(h, act, bounds, executor))
+    out = tokens.combine(y, places, k, slot_weights(weights, y, executor), experts, down_bias, executor, into=into)
     return (out, h, narrow_x, narrow_a) if keeps_h else (out, None, None, None)
 
 
@@ -189,14 +189,14 @@ def _second(
     m_sizes: torch.Tensor,
     layer: Layer,
     adapter: LowRank | None,
-    do: Now,
+    executor: EagerExecutor,
     a: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """y [T*k, H] of a, and what an adapter made of its rows."""
     layout, bucket = layer.layout, layer.bucket
-    narrow = None if adapter is None else low_rank.narrowed(adapter, a, m_sizes, do=do, bucket=bucket)
+    narrow = None if adapter is None else low_rank.narrowed(adapter, a, m_sizes, executor=executor, bucket=bucket)
     call = Rows(Op.FORWARD, a, down, m_sizes, layout, a.shape[0], expected=bucket)
-    return low_rank.product(call, adapter, narrow, do), narrow
+    return low_rank.product(call, adapter, narrow, executor), narrow
 
 
 class MoeLayer(torch.autograd.Function):
@@ -330,10 +330,10 @@ def all_gradients(
     needs: tuple[bool, ...],
     adapters: Adapters,
     narrow: Narrow,
-    do: Now = NOW,
+    executor: EagerExecutor = EAGER,
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of ``with_adapters`` in one tuple: the six, then A's and B's of both products."""
-    six, low = with_adapters(layer, dout, x, parameters, weights, h, routing, needs, adapters, narrow, do)
+    six, low = with_adapters(layer, dout, x, parameters, weights, h, routing, needs, adapters, narrow, executor)
     return (*six, *(each for pair in low for each in (pair or (None, None))))
 
 
@@ -346,10 +346,12 @@ def gradients(
     h: torch.Tensor | None,
     routing: Routing,
     needs: tuple[bool, ...],
-    do: Now = NOW,
+    executor: EagerExecutor = EAGER,
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of x, gate_up, down, gate_up_bias, down_bias and weights: those that ``needs`` asks for."""
-    return with_adapters(layer, dout, x, parameters, weights, h, routing, needs, NO_ADAPTERS, NOTHING_NARROW, do)[0]
+    return with_adapters(layer, dout, x, parameters, weights, h, routing, needs, NO_ADAPTERS, NOTHING_NARROW, executor)[
+        0
+    ]
 
 
 def with_adapters(
@@ -363,7 +365,7 @@ def with_adapters(
     needs: tuple[bool, ...],
     adapters: Adapters,
     narrow: Narrow,
-    do: Now = NOW,
+    executor: EagerExecutor = EAGER,
 ) -> tuple[tuple[torch.Tensor | None, ...], tuple[LowRankGradients | None, LowRankGradients | None]]:
     """The gradients, and those of adapters for which there is what the forward kept, ``narrow``."""
     x, parameters, weights, h, adapters, narrow = _as_saved(
@@ -377,23 +379,25 @@ def with_adapters(
     E, M = m_sizes.shape[0], index.shape[0]
     inner = needs_x or needs_up or needs_up_bias or narrow.x is not None
     dout = dout.contiguous()
-    row_weights = slot_weights(weights, dout, do)
-    dy = tokens.gather(dout, index, k, bounds, do)
+    row_weights = slot_weights(weights, dout, executor)
+    dy = tokens.gather(dout, index, k, bounds, executor)
     dx = dup = ddown = dup_bias = ddown_bias = dweights = None
     a = dh = None
     frees = narrow.a is not None and not (needs_down or needs_down_bias)  # dy, before there are dh and a
     if h is not None and (inner or needs_down or needs_weights or narrow.a is not None):
         # (Where only t * act(h) is wanted, da is of no account.)
         whole = inner or needs_weights
-        v = None if second is None else low_rank.narrowed_gradient(second, dy, m_sizes, do, bucket)
+        v = None if second is None else low_rank.narrowed_gradient(second, dy, m_sizes, executor, bucket)
         if whole:
             of_dy = Rows(Op.DX, dy, parameters.down, m_sizes, layout, M, expected=bucket)
-            da = low_rank.product(of_dy, second, v, do)
+            da = low_rank.product(of_dy, second, v, executor)
         else:
-            da = do.call(partial(_zeros, act=act), h)
+            da = executor.call(partial(_zeros, act=act), h)
         dB = None
         if narrow.a is not None:
-            dB = weight(dy, do.call(_weighted, narrow.a, weights, index), m_sizes, bucket=bucket, do=do)
+            dB = weight(
+                dy, executor.call(_weighted, narrow.a, weights, index), m_sizes, bucket=bucket, executor=executor
+            )
             if frees:
                 del dy
         wanted = Needs(inner, needs_down or narrow.a is not None, needs_weights)
@@ -406,42 +410,45 @@ def with_adapters(
             index=index,
             bounds=bounds,
             narrow=parameters.down_bias is None,
-            do=do,
+            executor=executor,
         )
         del da
         if dB is not None and v is not None and a is not None:
-            of_second = LowRankGradients(weight(v, a, m_sizes, bucket=bucket, do=do), dB)
+            of_second = LowRankGradients(weight(v, a, m_sizes, bucket=bucket, executor=executor), dB)
     if a is not None and needs_down:
-        ddown = weight(dy, a, m_sizes, layout=layout, bucket=bucket, do=do)
+        ddown = weight(dy, a, m_sizes, layout=layout, bucket=bucket, executor=executor)
     if needs_down_bias:
-        scale = do.call(partial(_scales, dtype=dy.dtype), weights, index)
-        ddown_bias = do.call(_first_column, weight(dy, scale, m_sizes, strict=False, bucket=bucket, do=do))
+        scale = executor.call(partial(_scales, dtype=dy.dtype), weights, index)
+        ddown_bias = executor.call(
+            _first_column, weight(dy, scale, m_sizes, strict=False, bucket=bucket, executor=executor)
+        )
     if needs_weights and dweights is not None:
         more = () if parameters.down_bias is None else (dout, parameters.down_bias, experts)
-        dweights = do.call(partial(_of_weights, top_k=k, E=E, dtype=weights.dtype), dweights, *more)
+        dweights = executor.call(partial(_of_weights, top_k=k, E=E, dtype=weights.dtype), dweights, *more)
     del a  # with dy half of what the gradient takes beside its results
     if not frees:
         del dy
     if dh is not None:
-        v = None if first is None else low_rank.narrowed_gradient(first, dh, m_sizes, do, bucket)
+        v = None if first is None else low_rank.narrowed_gradient(first, dh, m_sizes, executor, bucket)
         if needs_x:
             of_dh = Rows(Op.DX, dh, parameters.gate_up, m_sizes, layout, M, expected=bucket)
-            dx = low_rank.product(of_dh, first, v, do)
-            dx = tokens.combine(dx, places, k, do=do)
+            dx = low_rank.product(of_dh, first, v, executor)
+            dx = tokens.combine(dx, places, k, executor=executor)
         if x is not None and (needs_up or narrow.x is not None):
-            sorted_x = tokens.gather(x, index, k, bounds, do)
+            sorted_x = tokens.gather(x, index, k, bounds, executor)
             if v is not None and narrow.x is not None:
                 dA, dB = (
-                    weight(v, sorted_x, m_sizes, bucket=bucket, do=do),
-                    weight(dh, narrow.x, m_sizes, bucket=bucket, do=do),
+                    weight(v, sorted_x, m_sizes, bucket=bucket, executor=executor),
+                    weight(dh, narrow.x, m_sizes, bucket=bucket, executor=executor),
                 )
                 of_first = LowRankGradients(dA, dB)
             if needs_up:
-                dup = weight(dh, sorted_x, m_sizes, layout=layout, bucket=bucket, do=do)
+                dup = weight(dh, sorted_x, m_sizes, layout=layout, bucket=bucket, executor=executor)
             del sorted_x
         if needs_up_bias:
-            dup_bias = do.call(
-                _first_column, weight(dh, do.call(_ones, dh), m_sizes, strict=False, bucket=bucket, do=do)
+            dup_bias = executor.call(
+                _first_column,
+                weight(dh, executor.call(_ones, dh), m_sizes, strict=False, bucket=bucket, executor=executor),
             )
     return (dx, dup, ddown, dup_bias, ddown_bias, dweights), (of_first, of_second)
 
@@ -493,11 +500,11 @@ def _shape(E: int, N: int, K: int, layout: Layout) -> tuple[int, int, int]:
     return (E, N, K) if layout is Layout.NK else (E, K, N)
 
 
-def slot_weights(weights: torch.Tensor, like: torch.Tensor, do: Now = NOW) -> torch.Tensor:
+def slot_weights(weights: torch.Tensor, like: torch.Tensor, executor: EagerExecutor = EAGER) -> torch.Tensor:
     """The routing weights by slot, [T*k]: float32 or in like's dtype as they are, which kernels read; else widened."""
     if weights.dtype in (like.dtype, torch.float32):
         return weights.detach().reshape(-1).contiguous()
-    return do.call(partial(flat, wide=wide_of(like)), weights)  # type: ignore[no-any-return]
+    return executor.call(partial(flat, wide=wide_of(like)), weights)  # type: ignore[no-any-return]
 
 
 def columns(w: torch.Tensor | ExpertWeights, layout: Layout) -> int:
@@ -505,7 +512,7 @@ def columns(w: torch.Tensor | ExpertWeights, layout: Layout) -> int:
     return w.shape[1 if layout is Layout.NK else 2]
 
 
-# What torch does of a gradient. No tensor is in here but those that are given, and no number of rows: ``Now.call``.
+# What torch does of a gradient (``EagerExecutor.call``). No tensor is in here but those given, and no number of rows.
 
 
 def _weighted(u: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

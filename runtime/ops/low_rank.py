@@ -19,7 +19,7 @@ from ...artifacts.tuples import NamedTuple
 from ...kernels.entry import ALIGNMENT_BYTES
 from ..check import tensors
 from ..check.call import Call, Rows, flat, wide_of
-from ..launch.program import NOW, Now
+from ..launch.program import EAGER, EagerExecutor
 from .products import new_rows, rows, wide_rows, with_low_part
 
 
@@ -126,7 +126,7 @@ def narrowed(
     index: torch.Tensor | None = None,
     top_k: int = 0,
     bounds: torch.Tensor | None = None,
-    do: Now = NOW,
+    executor: EagerExecutor = EAGER,
     bucket: int | None = None,
 ) -> torch.Tensor:
     """u [M, r] of sorted rows x [M, K]; with ``index`` [M], of rows x[index // top_k].
@@ -136,17 +136,17 @@ def narrowed(
     """
     M = x.shape[0] if index is None else index.shape[0]
     call = Rows(Op.FORWARD, x, adapter.A, m_sizes, Layout.NK, M, index, top_k, bounds=bounds, expected=bucket)
-    u = do.new(x, (M, adapter.A.shape[1]))
+    u = executor.new(x, (M, adapter.A.shape[1]))
     if index is not None and bounds is None:
-        u = do.call(_zero, u)
-    return _scaled(rows(call, u, do), adapter, do)
+        u = executor.call(_zero, u)
+    return _scaled(rows(call, u, executor), adapter, executor)
 
 
 def product(
     call: Rows,
     adapter: LowRank | None,
     narrow: torch.Tensor | None,
-    do: Now = NOW,
+    executor: EagerExecutor = EAGER,
     y: torch.Tensor | None = None,
     many: int | None = None,
 ) -> torch.Tensor:
@@ -158,34 +158,38 @@ def product(
     many = call.M if many is None else many
     keeps = y is not None and not call.loose  # rows of y that no row is stored to keep their contents
     if adapter is None or narrow is None:
-        return new_rows(call, many, do) if y is None else rows(call, y, do)
-    y = do.new(call.x, (many, call.columns), per=int(many == call.M)) if y is None else y
+        return new_rows(call, many, executor) if y is None else rows(call, y, executor)
+    y = executor.new(call.x, (many, call.columns), per=int(many == call.M)) if y is None else y
     second = adapter.B if call.op is Op.FORWARD else adapter.A
-    if with_low_part(call, narrow, second, y, do):
+    if with_low_part(call, narrow, second, y, executor):
         return y
-    y = rows(call, y, do)
+    y = rows(call, y, executor)
     zeroes, expected = call.zero_tail or keeps, call.expected
     beside = Rows(call.op, narrow, second, call.m_sizes, Layout.NK, call.M, zero_tail=zeroes, expected=expected)
     if call.scatter or call.row_weights is not None:
         beside = beside._replace(index=call.index, scatter=call.scatter, row_weights=call.row_weights)
-    do.call(_add, y, rows(beside, do.new(y, tuple(y.shape), per=int(y.shape[0] == call.M)), do))
+    executor.call(_add, y, rows(beside, executor.new(y, tuple(y.shape), per=int(y.shape[0] == call.M)), executor))
     return y
 
 
 def narrowed_gradient(
-    adapter: LowRank, dy: torch.Tensor, m_sizes: torch.Tensor, do: Now = NOW, bucket: int | None = None
+    adapter: LowRank,
+    dy: torch.Tensor,
+    m_sizes: torch.Tensor,
+    executor: EagerExecutor = EAGER,
+    bucket: int | None = None,
 ) -> torch.Tensor:
     """v [M, r] of dy [M, N]. ``bucket``: as ``Rows.expected``."""
     M = dy.shape[0]
     call = Rows(Op.DX, dy, adapter.B, m_sizes, Layout.NK, M, expected=bucket)
-    return _scaled(rows(call, do.new(dy, (M, adapter.B.shape[2])), do), adapter, do)
+    return _scaled(rows(call, executor.new(dy, (M, adapter.B.shape[2])), executor), adapter, executor)
 
 
-def _scaled(narrow: torch.Tensor, adapter: LowRank, do: Now) -> torch.Tensor:
-    return narrow if adapter.scale == 1 else do.call(partial(_times, scale=adapter.scale), narrow)
+def _scaled(narrow: torch.Tensor, adapter: LowRank, executor: EagerExecutor) -> torch.Tensor:
+    return narrow if adapter.scale == 1 else executor.call(partial(_times, scale=adapter.scale), narrow)
 
 
-# What torch does of it, in place. No tensor is in here but those that are given: ``Now.call``.
+# What torch does of it, in place. No tensor is in here but those that are given: ``EagerExecutor.call``.
 
 
 def _zero(u: torch.Tensor) -> torch.Tensor:
@@ -204,14 +208,14 @@ def forward(
     call: Call,
     x: torch.Tensor,
     out: torch.Tensor | None = None,
-    do: Now = NOW,
+    executor: EagerExecutor = EAGER,
     x_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y [y_rows, N]. Rows that nobody writes are zero with permute_y or zero_tail, else left as they are.
 
     x are codes with ``x_scale`` (``Rows``).
     """
-    return with_adapter(call, x, None, out, do, x_scale)[0]
+    return with_adapter(call, x, None, out, executor, x_scale)[0]
 
 
 def with_adapter(
@@ -219,34 +223,34 @@ def with_adapter(
     x: torch.Tensor,
     adapter: LowRank | None,
     out: torch.Tensor | None = None,
-    do: Now = NOW,
+    executor: EagerExecutor = EAGER,
     x_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The forward with an adapter's part; and u [M, r], which its gradients read."""
     u = None
     if adapter is not None:
         index = call.fusions.index if call.form.permute_x else None
-        u = narrowed(adapter, x, call.m_sizes, index, call.x_divisor, do=do, bucket=call.form.bucket)
-    forward_call = forward_rows(call, x, do)
+        u = narrowed(adapter, x, call.m_sizes, index, call.x_divisor, executor=executor, bucket=call.form.bucket)
+    forward_call = forward_rows(call, x, executor)
     if x_scale is not None:
         forward_call = forward_call._replace(x_scale=x_scale)
     if out is not None and forward_call.loose:
         forward_call = forward_call._replace(loose=False)
     if adapter is not None:
-        return product(forward_call, adapter, u, do, out, call.y_rows), u
+        return product(forward_call, adapter, u, executor, out, call.y_rows), u
     if out is not None:
-        return rows(forward_call, out, do), None
-    wide = wide_rows(forward_call, do)
-    return (new_rows(forward_call, call.y_rows, do) if wide is None else wide), None
+        return rows(forward_call, out, executor), None
+    wide = wide_rows(forward_call, executor)
+    return (new_rows(forward_call, call.y_rows, executor) if wide is None else wide), None
 
 
-def forward_rows(call: Call, x: torch.Tensor, do: Now = NOW) -> Rows:
+def forward_rows(call: Call, x: torch.Tensor, executor: EagerExecutor = EAGER) -> Rows:
     """The forward as a product, into a y of its own."""
     form, bias = call.form, call.fusions.bias
     zeros = form.permute_y or form.zero_tail
     weights = call.fusions.weights
     if weights is not None and weights.dtype is not (wide := wide_of(x)):
-        weights = do.call(partial(flat, wide=wide), weights)
+        weights = executor.call(partial(flat, wide=wide), weights)
     elif weights is not None:
         weights = flat(weights, wide)
     return Rows(

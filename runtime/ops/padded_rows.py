@@ -22,7 +22,7 @@ from ..check.saved import Frozen, Saved
 from ..check.tensors import in_memory
 from ..driver.device import allocator, current_stream, on, without_autocast
 from ..launch import rowops
-from ..launch.program import NOW, Now
+from ..launch.program import EAGER, EagerExecutor
 from ..weights.expert_weights import ExpertWeights
 from . import activation, low_rank, tokens
 from .activation import RowActivation
@@ -130,7 +130,7 @@ def product(
     bias: torch.Tensor | None,
     adapter: LowRank | None,
     out: torch.Tensor | None = None,
-    do: Now = NOW,
+    executor: EagerExecutor = EAGER,
     x_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """y [R, N] of x [R, K], and what an adapter's A made of rows; padding of ``out`` stays as it is.
@@ -140,9 +140,9 @@ def product(
     u = None
     if adapter is not None:
         index = placed.index if how.reads else None
-        u = low_rank.narrowed(adapter, x, placed.m_sizes, index, int(how.reads), placed.bounds, do, how.bucket)
+        u = low_rank.narrowed(adapter, x, placed.m_sizes, index, int(how.reads), placed.bounds, executor, how.bucket)
     call = _rows(Op.FORWARD, x, w, placed, how, bias)._replace(loose=out is None, x_scale=x_scale)
-    return low_rank.product(call, adapter, u, do, out, x.shape[0]), u
+    return low_rank.product(call, adapter, u, executor, out, x.shape[0]), u
 
 
 def in_place(
@@ -154,7 +154,7 @@ def in_place(
     how: How,
     bias: torch.Tensor | None,
     out: torch.Tensor | None = None,
-    do: Now = NOW,
+    executor: EagerExecutor = EAGER,
     bounds: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """y [R, N] of codes x [R, K], read where they arrive; None where no kernel pays.
@@ -165,7 +165,7 @@ def in_place(
         return None
     call = Rows(Op.FORWARD, x, w, m_sizes, how.layout, x.shape[0], expected=how.bucket, x_scale=x_scale)
     call = call._replace(starts=starts, bounds=bounds)
-    return rows_in_place(call, do, out)
+    return rows_in_place(call, executor, out)
 
 
 def _rows(
@@ -337,7 +337,7 @@ def layer(
     zero_tail: bool,
     into: torch.Tensor | None = None,
     adapters: Adapters = NO_ADAPTERS,
-    do: Now = NOW,
+    executor: EagerExecutor = EAGER,
     x_scale: torch.Tensor | None = None,
     starts: Starts | None = None,
 ) -> torch.Tensor:
@@ -349,18 +349,20 @@ def layer(
     _, layout, act, bucket = how
     first_how, second_how = How(True, False, layout, False, bucket), How(False, True, layout, zero_tail, bucket)
     first = _rows(Op.FORWARD, x, parameters.gate_up, placed, first_how, parameters.gate_up_bias)._replace(loose=True)
-    a = gated_rows(first, do) if x_scale is None and act == GATED_IN_PRODUCT and adapters.first is None else None
+    a = gated_rows(first, executor) if x_scale is None and act == GATED_IN_PRODUCT and adapters.first is None else None
     if a is None:
         up = parameters.gate_up, placed, first_how, parameters.gate_up_bias, adapters.first
         h = None
         if x_scale is not None and starts is not None:
-            h = in_place(x, x_scale, up[0], placed.m_sizes, starts, first_how, up[3], do=do, bounds=placed.bounds)
+            h = in_place(
+                x, x_scale, up[0], placed.m_sizes, starts, first_how, up[3], executor=executor, bounds=placed.bounds
+            )
         if h is None:
-            h, _ = product(x, *up, do=do, x_scale=x_scale)
+            h, _ = product(x, *up, executor=executor, x_scale=x_scale)
         if adapters.second is None:
             of_h = _rows(Op.FORWARD, h, parameters.down, placed, second_how, parameters.down_bias)
-            y = of_activated(of_h._replace(loose=into is None), act, do, into)
+            y = of_activated(of_h._replace(loose=into is None), act, executor, into)
             if y is not None:
                 return y
-        a = activation.forward(h, act, placed.bounds, do)
-    return product(a, parameters.down, placed, second_how, parameters.down_bias, adapters.second, into, do)[0]
+        a = activation.forward(h, act, placed.bounds, executor)
+    return product(a, parameters.down, placed, second_how, parameters.down_bias, adapters.second, into, executor)[0]

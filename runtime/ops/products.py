@@ -17,7 +17,7 @@ from ..check import tensors
 from ..check.call import LowPart, Rows
 from ..check.tensors import rows_usable
 from ..driver.device import local_gpu, on
-from ..launch.program import NOW, Now
+from ..launch.program import EAGER, EagerExecutor
 from ..launch.ready import may_add_low_part
 from ..launch.steps import (
     Product,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .activation import RowActivation
 
 
-def rows(call: Rows, y: torch.Tensor, do: Now = NOW) -> torch.Tensor:
+def rows(call: Rows, y: torch.Tensor, executor: EagerExecutor = EAGER) -> torch.Tensor:
     """Write y, and return it. Rows of y that nothing is stored to are left as they are, or zero with zero_tail.
 
     Where the reduction is empty the others have their bias alone; without a bias all of y is zero.
@@ -48,7 +48,7 @@ def rows(call: Rows, y: torch.Tensor, do: Now = NOW) -> torch.Tensor:
     on_gpu = tensors.on_gpu(call.x)
     nothing = call.stores_nothing(y)
     if nothing or not call.x.shape[1] or not on_gpu:
-        do.unplanned()
+        executor.unplanned()
     if nothing:
         return y.zero_() if call.zero_tail else y
     if not call.x.shape[1]:
@@ -59,7 +59,7 @@ def rows(call: Rows, y: torch.Tensor, do: Now = NOW) -> torch.Tensor:
     if not rows_usable(call.x):
         call = call._replace(x=call.x.contiguous())
     with on(call.x.get_device()):
-        _on_cuda(call, y, end, do)
+        _on_cuda(call, y, end, executor)
     return y
 
 
@@ -109,7 +109,7 @@ def _sums_of_nothing(call: Rows, y: torch.Tensor, end: int) -> torch.Tensor:
     return y
 
 
-def new_rows(call: Rows, many: int, do: Now = NOW) -> torch.Tensor:
+def new_rows(call: Rows, many: int, executor: EagerExecutor = EAGER) -> torch.Tensor:
     """``rows`` into new memory of ``many`` rows: by torch's grouped_mm, if a bundle's choice says that it is faster."""
     size, per = (many, call.columns), int(many == call.M)
     plain = not call.fusion.value and isinstance(call.w, torch.Tensor) and call.M and all(call.sizes)
@@ -122,16 +122,16 @@ def new_rows(call: Rows, many: int, do: Now = NOW) -> torch.Tensor:
                 by_torch = partial(
                     into_new, grouped=product.by_torch, layout=call.as_forward(), zero_tail=call.zero_tail
                 )
-                result: torch.Tensor = do.call(by_torch, call.x, call.dense, call.m_sizes)
+                result: torch.Tensor = executor.call(by_torch, call.x, call.dense, call.m_sizes)
                 return result
             if product is not None:
-                y: torch.Tensor = do.new(call.x, size, per=per)
-                _run(product, call, y, do)
+                y: torch.Tensor = executor.new(call.x, size, per=per)
+                _run(product, call, y, executor)
                 return y
-    return rows(call, do.new(call.x, size, call.dtype, per=per), do)
+    return rows(call, executor.new(call.x, size, call.dtype, per=per), executor)
 
 
-def wide_rows(call: Rows, do: Now = NOW) -> torch.Tensor | None:
+def wide_rows(call: Rows, executor: EagerExecutor = EAGER) -> torch.Tensor | None:
     """The product as columns of new memory whose rows are whole 16 bytes; None where ``resolve_wide`` has no kernel."""
     if not (call.M and all(call.sizes)) or not tensors.on_gpu(call.x) or not rows_usable(call.x):
         return None
@@ -140,9 +140,9 @@ def wide_rows(call: Rows, do: Now = NOW) -> torch.Tensor | None:
         if wide is None:
             return None
         product, columns = wide
-        y: torch.Tensor = do.new(call.x, (call.M, columns))
-        _run(product, call, y, do)
-        result: torch.Tensor = do.call(partial(_columns, N=call.sizes[1]), y)
+        y: torch.Tensor = executor.new(call.x, (call.M, columns))
+        _run(product, call, y, executor)
+        result: torch.Tensor = executor.call(partial(_columns, N=call.sizes[1]), y)
         return result
 
 
@@ -150,23 +150,23 @@ def _columns(y: torch.Tensor, N: int) -> torch.Tensor:
     return y[:, :N]
 
 
-def _on_cuda(call: Rows, y: torch.Tensor, end: int, do: Now = NOW) -> None:
+def _on_cuda(call: Rows, y: torch.Tensor, end: int, executor: EagerExecutor = EAGER) -> None:
     """Run the product by one kernel; if there is none, torch does the fusions that no kernel has, or all of it."""
-    if _launch_rows(call, y, do):
+    if _launch_rows(call, y, executor):
         return
     from ...kernels import reference
     from ..launch.ready import rows_aligned
     from . import quantised, torch_fallback
 
-    do.unplanned()
+    executor.unplanned()
     if call.zero_tail:
-        _zero_rest(call, y, NOW)
+        _zero_rest(call, y, EAGER)
         call = call._replace(zero_tail=False)
     spares_rows = call.spares_rows
     if call.gather_divisor and call.index is not None:
         gathered = call.x.index_select(0, reference.rows_of(call.index, end, call.gather_divisor))
         call = call._replace(x=gathered, gather_divisor=0, pin=None)
-        if not spares_rows and _launch_rows(call, y, NOW):
+        if not spares_rows and _launch_rows(call, y, EAGER):
             return
     plain, sm = not call.fusion and not spares_rows, local_gpu(call.x.get_device()).sm
     if plain or not isinstance(call.w, torch.Tensor) or call.row_weights is not None or call.bias is not None:
@@ -232,7 +232,7 @@ def weight(
     pin: Pin | None = None,
     strict: bool | None = None,
     bucket: int | None = None,
-    do: Now = NOW,
+    executor: EagerExecutor = EAGER,
 ) -> torch.Tensor:
     """dw[g] = dy[rows of g].T @ x[rows of g], [E, N, K] or [E, K, N] in x's dtype; zeros for an expert without rows.
 
@@ -240,10 +240,10 @@ def weight(
     ``bucket`` is that of the rows that a kernel is chosen for, if it is not M's.
     """
     if layout is Layout.KN:  # dw[g].T: the operands change places
-        return weight(x, dy, m_sizes, pin=pin, strict=strict, bucket=bucket, do=do)
+        return weight(x, dy, m_sizes, pin=pin, strict=strict, bucket=bucket, executor=executor)
     (M, N), K, E = dy.shape, x.shape[1], m_sizes.shape[0]
     if not (M and E and N and K) or not tensors.on_gpu(x):
-        do.unplanned()
+        executor.unplanned()
     if not (M and E and N and K):
         return x.new_zeros((E, N, K))
     if not tensors.on_gpu(x):
@@ -254,29 +254,29 @@ def weight(
         return reference.grad_weight(dy, x, m_sizes)
     dy, x = (tensor if rows_usable(tensor) else tensor.contiguous() for tensor in (dy, x))
     with on(x.get_device()):
-        dw: torch.Tensor = do.new(x, (E, N, K), per=0)
+        dw: torch.Tensor = executor.new(x, (E, N, K), per=0)
         step = resolve_weight(dy, x, dw, m_sizes, pin, strict, bucket)
         if step is not None:
-            do.run(step, M, {"dy": dy, "x": x, "dw": dw, "m_sizes": m_sizes})
+            executor.run(step, M, {"dy": dy, "x": x, "dw": dw, "m_sizes": m_sizes})
             return dw
         from . import torch_fallback
 
-        do.unplanned()
+        executor.unplanned()
         return torch_fallback.weight(dy, x, m_sizes, sm=local_gpu(x.get_device()).sm)
 
 
-def _launch_rows(call: Rows, y: torch.Tensor, do: Now) -> bool:
+def _launch_rows(call: Rows, y: torch.Tensor, executor: EagerExecutor) -> bool:
     """Launch a bundle's kernel; False where there is none."""
     product = resolve(call, y)
     if product is None:
         return False
-    _run(product, call, y, do)
+    _run(product, call, y, executor)
     return True
 
 
-def _run(product: Product, call: Rows, y: torch.Tensor, do: Now) -> None:
+def _run(product: Product, call: Rows, y: torch.Tensor, executor: EagerExecutor) -> None:
     if call.zero_tail and not product.zeroes:
-        _zero_rest(call, y, do)
+        _zero_rest(call, y, executor)
     operands = {
         "x": call.x,
         "x_scale": call.x_scale,
@@ -293,14 +293,16 @@ def _run(product: Product, call: Rows, y: torch.Tensor, do: Now) -> None:
     if call.low is not None:
         operands |= {"low_x": call.low.x, "low_w": call.low.w}
     if product.in_range is not None and call.index is not None:
-        operands["in_range"] = do.call(product.in_range, call.index, call.x)
+        operands["in_range"] = executor.call(product.in_range, call.index, call.x)
     for scratch in product.scratch:
-        operands[scratch.name] = do.new(call.x, (call.M, scratch.columns), scratch.dtype)
+        operands[scratch.name] = executor.new(call.x, (call.M, scratch.columns), scratch.dtype)
     for step in product.steps:
-        do.run(step, call.M, operands)
+        executor.run(step, call.M, operands)
 
 
-def with_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: torch.Tensor, do: Now = NOW) -> bool:
+def with_low_part(
+    call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: torch.Tensor, executor: EagerExecutor = EAGER
+) -> bool:
     """Write x @ w.T and narrow @ second.T of the expert of each row to y, in one sum, by one kernel.
 
     False, and nothing is written, where there is no code for it. ``narrow`` is [M, r]; ``second`` lies as w of
@@ -315,11 +317,11 @@ def with_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: tor
         if product is None:
             return False
         if call.layout is Layout.KN:
-            second = do.call(_turned, second)
+            second = executor.call(_turned, second)
         elif not second.is_contiguous():  # one adapter for all experts
-            second = do.call(_dense, second)
+            second = executor.call(_dense, second)
         call = call._replace(low=LowPart(narrow, second))
-        _run(product, call, y, do)
+        _run(product, call, y, executor)
     return True
 
 
@@ -331,23 +333,23 @@ def _dense(w: torch.Tensor) -> torch.Tensor:
     return w.contiguous()
 
 
-def _zero_rest(call: Rows, y: torch.Tensor, do: Now) -> None:
+def _zero_rest(call: Rows, y: torch.Tensor, executor: EagerExecutor) -> None:
     """Set the rows of y that the product does not store to zero, and others maybe: before it."""
     if not call.scatter or call.index is None:
-        do.call(_zero, y)
+        executor.call(_zero, y)
         return
     from . import zero_rows
 
     end = call.index_end(y.shape[0])
     clear = partial(zero_rows.clear, index_end=None if end == y.shape[0] else end)
-    do.call(clear, y, call.index, call.m_sizes, scales=end == y.shape[0])
+    executor.call(clear, y, call.index, call.m_sizes, scales=end == y.shape[0])
 
 
 def _zero(y: torch.Tensor) -> torch.Tensor:
     return y.zero_()
 
 
-def rows_in_place(call: Rows, do: Now = NOW, y: torch.Tensor | None = None) -> torch.Tensor | None:
+def rows_in_place(call: Rows, executor: EagerExecutor = EAGER, y: torch.Tensor | None = None) -> torch.Tensor | None:
     """y [M, N] of codes at ``starts``, by one kernel that reads them there; None where no bundle has one that pays.
 
     Other rows of y are left as they are, or hold anything in new memory.
@@ -358,12 +360,12 @@ def rows_in_place(call: Rows, do: Now = NOW, y: torch.Tensor | None = None) -> t
         product = resolve_in_place(call, y)
         if product is None:
             return None
-        y = do.new(call.x, (call.M, call.columns), call.dtype) if y is None else y
-        _run(product, call, y, do)
+        y = executor.new(call.x, (call.M, call.columns), call.dtype) if y is None else y
+        _run(product, call, y, executor)
     return y
 
 
-def gated_rows(call: Rows, do: Now = NOW) -> torch.Tensor | None:
+def gated_rows(call: Rows, executor: EagerExecutor = EAGER) -> torch.Tensor | None:
     """silu(gate) * up of this product, [M, N/2], by one kernel; None where ``resolve_gated`` has none.
 
     Rows of no expert hold anything, and so do those of an index out of range.
@@ -377,13 +379,13 @@ def gated_rows(call: Rows, do: Now = NOW) -> torch.Tensor | None:
         product = resolve_gated(call)
         if product is None:
             return None
-        a: torch.Tensor = do.new(x, (call.M, call.sizes[1] // 2))
-        _run(product, call, a, do)
+        a: torch.Tensor = executor.new(x, (call.M, call.sizes[1] // 2))
+        _run(product, call, a, executor)
     return a
 
 
 def of_activated(
-    call: Rows, act: RowActivation, do: Now = NOW, into: torch.Tensor | None = None
+    call: Rows, act: RowActivation, executor: EagerExecutor = EAGER, into: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """act(x) @ w.T of x [M, 2*K] or [M, K], by one row kernel that makes codes of act(x), and the product of those.
 
@@ -396,6 +398,6 @@ def of_activated(
         product = resolve_activated(call, (act.flags, act.function), into)
         if product is None:
             return None
-        y: torch.Tensor = do.new(call.x, (call.M, call.sizes[1])) if into is None else into
-        _run(product, call, y, do)
+        y: torch.Tensor = executor.new(call.x, (call.M, call.sizes[1])) if into is None else into
+        _run(product, call, y, executor)
     return y

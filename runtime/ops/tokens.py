@@ -9,13 +9,17 @@ from ...kernels.rowops import BIASED
 from ..driver.device import on
 from ..launch import gather as launch_gather
 from ..launch import rowops
-from ..launch.program import NOW, Now, Step
+from ..launch.program import EAGER, EagerExecutor, Step
 
 _CHUNK_ELEMENTS = 1 << 24
 
 
 def gather(
-    x: torch.Tensor, index: torch.Tensor, top_k: int, bounds: torch.Tensor | None = None, do: Now = NOW
+    x: torch.Tensor,
+    index: torch.Tensor,
+    top_k: int,
+    bounds: torch.Tensor | None = None,
+    executor: EagerExecutor = EAGER,
 ) -> torch.Tensor:
     """x[index[i] // top_k] of x [T, H], [M, H]; ``index`` [M] int32 or int64 is within [0, T*top_k).
 
@@ -25,14 +29,14 @@ def gather(
     x = x.contiguous()
     launch = rowops.for_rows(RowOp.GATHER, H, M, x)
     if launch is None:
-        do.unplanned()
+        executor.unplanned()
         return x.index_select(0, index // top_k if top_k > 1 else index)
     step = launch_gather.step(
         launch, x, top_k=top_k, M=M, index_step=2 if index.dtype is torch.int64 else 1, used=rowops.used(bounds)
     )
     with on(x.get_device()):
-        out: torch.Tensor = do.new(x, (M, H))
-        do.run(step, M, {"x": x, "index": index, "bounds": bounds, "rows": out})
+        out: torch.Tensor = executor.new(x, (M, H))
+        executor.run(step, M, {"x": x, "index": index, "bounds": bounds, "rows": out})
     return out
 
 
@@ -43,7 +47,7 @@ def combine(
     weights: torch.Tensor | None = None,
     experts: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    do: Now = NOW,
+    executor: EagerExecutor = EAGER,
     *,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -56,16 +60,16 @@ def combine(
     T, H = y.shape[0] // top_k, y.shape[1]
     launch = rowops.for_rows(RowOp.COMBINE, H, T, *(tensor for tensor in (y, bias, into) if tensor is not None))
     if launch is None:
-        do.unplanned()
+        executor.unplanned()
         summed = _combined_by_torch(y, places, top_k, weights, experts, bias)
         return summed if into is None else into.copy_(summed)
     flags = rowops.weighing(weights) | (0 if bias is None else BIASED)
     with on(y.get_device()):
-        out: torch.Tensor = do.new(y, (T, H), per=top_k) if into is None else into
+        out: torch.Tensor = executor.new(y, (T, H), per=top_k) if into is None else into
         name = f"sum of {top_k} rows of {H} columns"
         step = Step.of(launch, name, per=top_k, columns=H, top_k=top_k, flags=flags)
         operands = {"y": y, "places": places, "row_weights": weights, "experts": experts, "bias": bias, "out": out}
-        do.run(step, y.shape[0], operands)
+        executor.run(step, y.shape[0], operands)
     return out
 
 

@@ -90,7 +90,7 @@ def test_a_program_tells_the_sum_of_what_dtype_they_are(gpu: Device, kind: torch
         if program_of is None:
             recorder = program.Recorder(T * TOPK, given, varies=True)
             found = layer.forward(
-                HOW, x, layer.Weights(up, down, None, bias), routing, weights, keeps_h=False, do=recorder
+                HOW, x, layer.Weights(up, down, None, bias), routing, weights, keeps_h=False, executor=recorder
             )
             program_of = recorder.program(*found)
             assert program_of is not None

@@ -12,7 +12,7 @@ import torch
 from emulated_driver import EmulatedGpu, emulated
 
 from pretuned.runtime.launch import program
-from pretuned.runtime.launch.program import NOW, Now, Recorder, Step
+from pretuned.runtime.launch.program import EAGER, EagerExecutor, Recorder, Step
 
 ROWS = 4
 
@@ -29,26 +29,28 @@ def launched(seen: list[tuple[int, ...]], *, scales: bool = True) -> Step:
     return Step(lambda M, stream, *at: seen.append((M, stream, *at)), "a launch", ("x", "y", "w"), scales)
 
 
-def arithmetic(do: Now, seen: list[tuple[int, ...]], x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
+def arithmetic(
+    executor: EagerExecutor, seen: list[tuple[int, ...]], x: torch.Tensor, w: torch.Tensor | None
+) -> torch.Tensor:
     """y = f(x, w) by a launch into new memory, then twice the sum of its rows by torch."""
-    y = do.new(x, (ROWS, 3))
-    do.run(launched(seen), ROWS, {"x": x, "y": y.zero_(), "w": w})
-    made = do.new(x, (ROWS // 2,), torch.float64, per=2)
-    do.run(launched(seen), ROWS, {"x": y, "y": made, "w": None})
-    total: torch.Tensor = do.call(lambda one: one.sum(0) * 2, y)
+    y = executor.new(x, (ROWS, 3))
+    executor.run(launched(seen), ROWS, {"x": x, "y": y.zero_(), "w": w})
+    made = executor.new(x, (ROWS // 2,), torch.float64, per=2)
+    executor.run(launched(seen), ROWS, {"x": y, "y": made, "w": None})
+    total: torch.Tensor = executor.call(lambda one: one.sum(0) * 2, y)
     return total
 
 
-def recorded(do: Recorder, found: torch.Tensor | None) -> program.Program | None:
-    return do.program(found)
+def recorded(executor: Recorder, found: torch.Tensor | None) -> program.Program | None:
+    return executor.program(found)
 
 
 def test_at_once_and_written_down_it_does_the_same_and_then_again_on_others() -> None:
     seen: list[tuple[int, ...]] = []
     x, w = torch.zeros(ROWS, 3), torch.zeros(2)
-    arithmetic(NOW, seen, x, w)
-    do = Recorder(ROWS, (x, w), varies=False)
-    made = recorded(do, arithmetic(do, seen, x, w))
+    arithmetic(EAGER, seen, x, w)
+    executor = Recorder(ROWS, (x, w), varies=False)
+    made = recorded(executor, arithmetic(executor, seen, x, w))
     assert made is not None
     assert [one.name for one in made.steps] == ["a launch"] * 2
     assert seen[0][:3] == seen[2][:3] == (ROWS, 7, x.data_ptr())
@@ -66,11 +68,11 @@ def test_at_once_and_written_down_it_does_the_same_and_then_again_on_others() ->
 
 def test_it_keeps_no_tensor() -> None:
     x = torch.zeros(ROWS, 3)
-    do = Recorder(ROWS, (x, None), varies=False)
-    made = recorded(do, arithmetic(do, [], x, None))
+    executor = Recorder(ROWS, (x, None), varies=False)
+    made = recorded(executor, arithmetic(executor, [], x, None))
     assert made is not None
     there = weakref.ref(x)
-    del x, do
+    del x, executor
     gc.collect()
     assert there() is None
 
@@ -83,10 +85,10 @@ def test_memory_that_nothing_reads_any_more_is_given_back() -> None:
         alive.append(weakref.ref(one))
         return one.clone()
 
-    do = Recorder(ROWS, (x,), varies=False)
-    first = do.call(noted, x)
-    second = do.call(noted, first)
-    made = recorded(do, do.call(lambda one: one + sum(ref() is not None for ref in alive[-2:]), second))
+    executor = Recorder(ROWS, (x,), varies=False)
+    first = executor.call(noted, x)
+    second = executor.call(noted, first)
+    made = recorded(executor, executor.call(lambda one: one + sum(ref() is not None for ref in alive[-2:]), second))
     del first, second
     assert made is not None
     alive.clear()
@@ -95,32 +97,32 @@ def test_memory_that_nothing_reads_any_more_is_given_back() -> None:
     assert found.eq(1).all()  # x alone is there; in the first run its copy was, too
 
 
-def leaves_the_launches(do: Recorder, x: torch.Tensor) -> torch.Tensor:
-    do.unplanned()
+def leaves_the_launches(executor: Recorder, x: torch.Tensor) -> torch.Tensor:
+    executor.unplanned()
     return x
 
 
-def reads_what_is_not_of_it(do: Recorder, x: torch.Tensor) -> torch.Tensor:
-    do.run(launched([]), ROWS, {"x": x, "y": torch.zeros(1), "w": None})
+def reads_what_is_not_of_it(executor: Recorder, x: torch.Tensor) -> torch.Tensor:
+    executor.run(launched([]), ROWS, {"x": x, "y": torch.zeros(1), "w": None})
     return x
 
 
-def returns_what_is_not_of_it(do: Recorder, x: torch.Tensor) -> torch.Tensor:
+def returns_what_is_not_of_it(executor: Recorder, x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def fills_by_other_means(do: Recorder, x: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = do.new(x, (ROWS, 1))
+def fills_by_other_means(executor: Recorder, x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = executor.new(x, (ROWS, 1))
     return made.zero_()
 
 
-def reads_a_view(do: Recorder, x: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = do.call(lambda one: one + 1, x.view(-1))
+def reads_a_view(executor: Recorder, x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = executor.call(lambda one: one + 1, x.view(-1))
     return made
 
 
-def is_of_another_number_of_rows(do: Recorder, x: torch.Tensor) -> torch.Tensor:
-    do.run(launched([]), ROWS + 1, {"x": x, "y": x, "w": None})
+def is_of_another_number_of_rows(executor: Recorder, x: torch.Tensor) -> torch.Tensor:
+    executor.run(launched([]), ROWS + 1, {"x": x, "y": x, "w": None})
     return x
 
 
@@ -137,8 +139,8 @@ def is_of_another_number_of_rows(do: Recorder, x: torch.Tensor) -> torch.Tensor:
 )
 def test_what_could_not_be_written_down_has_none(compute: Any) -> None:
     x = torch.zeros(ROWS, 3)
-    do = Recorder(ROWS, (x,), varies=False)
-    assert do.program(compute(do, x)) is None
+    executor = Recorder(ROWS, (x,), varies=False)
+    assert executor.program(compute(executor, x)) is None
 
 
 def test_two_names_of_one_memory_are_not_told_apart() -> None:
@@ -150,15 +152,15 @@ def test_of_any_number_of_rows_it_has_no_size_of_the_first(monkeypatch: pytest.M
     for varies in (False, True):
         for scales in (False, True):
             x = torch.zeros(ROWS, 3)
-            do = Recorder(ROWS, (x,), varies=varies)
-            do.run(launched([], scales=scales), ROWS, {"x": x, "y": x, "w": None})
-            assert (do.program(x) is not None) is (scales or not varies)
+            executor = Recorder(ROWS, (x,), varies=varies)
+            executor.run(launched([], scales=scales), ROWS, {"x": x, "y": x, "w": None})
+            assert (executor.program(x) is not None) is (scales or not varies)
     x = torch.zeros(ROWS, 3)
-    do = Recorder(ROWS, (x,), varies=True)
-    y, half = do.new(x, (ROWS, 5)), do.new(x, (ROWS // 2, 5), per=2)
-    same = do.new(x, (ROWS, 2), per=0)
-    do.run(launched([]), ROWS, {"x": y, "y": half, "w": same})
-    made = do.program(y, half, None, same)
+    executor = Recorder(ROWS, (x,), varies=True)
+    y, half = executor.new(x, (ROWS, 5)), executor.new(x, (ROWS // 2, 5), per=2)
+    same = executor.new(x, (ROWS, 2), per=0)
+    executor.run(launched([]), ROWS, {"x": y, "y": half, "w": same})
+    made = executor.program(y, half, None, same)
     assert made is not None
     found = made.run(10, 0, (x,))
     assert [None if one is None else tuple(one.shape) for one in found] == [(10, 5), (5, 5), None, (ROWS, 2)]
