@@ -20,7 +20,7 @@ from pathlib import Path
 import fakemeasure
 from golden_bundles import medium
 from made import ON_A100, ON_H200, SPECS, variant
-from pretuned.aot.demand import overlay, tuner
+from pretuned.aot.demand import tuner
 from pretuned.aot.journal.file import Header, open_journal
 from pretuned.aot.models.layer import LayerShard
 from pretuned.aot.plan.plan import plan
@@ -74,7 +74,7 @@ def self_test():
 
 
 def tuned():
-    return overlay.add(here / "overlay", ON_H200.gpu, fakemeasure.bundle(PLAN)).exists()
+    return tuner.add(here / "overlay", ON_H200.gpu, fakemeasure.bundle(PLAN)).exists()
 
 
 def scratch():
