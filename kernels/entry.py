@@ -54,7 +54,7 @@ ALIGNMENT_BYTES = 16  # of all pointers, row strides and row lengths of aligned 
 LAUNCH_ABI = 1
 READS_ABI = (1, 1)  # the first and last launch ABI that this runtime can launch
 
-ZERO_TAIL = 16  # a flag: zero the rows of y that belong to no expert; with SCATTER, those that no index entry names
+ZERO_TAIL = 16  # a flag: zero the rows of y that belong to no expert; with SCATTER, rows that no index entry names
 CLEARER_ROWS = 16  # rows that a program zeroes: there are ``cdiv(index_end, CLEARER_ROWS)`` more programs
 # Element types of pointers by Triton's names, "" for the dtype. A kernel's entry adds its own, or replaces these.
 POINTEES = dict.fromkeys(("x", "w", "y", "dy", "dw", "dy_at", "x_at", "bias", "low_x", "low_w"), "") | {

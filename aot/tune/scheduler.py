@@ -236,7 +236,7 @@ class TuningState:
         return [cell for cell in wanted if cell not in self.cells or self._lacks_incumbent(cell)]
 
     def to_remeasure(self) -> dict[Cell, Remeasure]:
-        """The cells for the second measurement pass, less those that were in it."""
+        """The cells for the second measurement pass, without cells that it already had."""
         if self._ships is None:
             return {}
         contents = replace(self._journal.contents, records=tuple(self._records))

@@ -14,8 +14,8 @@ from ..cost import Resources, expected_rows, handed_out, join
 from ..spec import Schedule
 
 _HALF = 64  # rows of a tile that are multiplied or skipped together
-# Times as long for 64 rows whose left operand comes from registers: of 32 decisions on an H200 one is 1.2 % slower than
-# the other way (docs/inside/trials.md, codes-in-place).
+# Times as long for 64 rows whose left operand comes from registers, fitted to an H200
+# (docs/inside/trials.md, codes-in-place).
 _FROM_REGISTERS = 1.18
 
 

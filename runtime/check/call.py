@@ -449,7 +449,7 @@ class Rows:
     y whose index has none may hold anything. ``low`` is added by ``products.with_low_part`` alone. ``expected`` is the
     bucket of rows that a kernel is chosen for, if it is not M's; memory and grids are of M rows. With ``x_scale``
     [rows of x, groups], or [E, rows of x / E, groups], x is e4m3 codes, and row x[r, k] * x_scale[r, group of k].
-    With ``starts`` m are rows that lie apart, from(m) and to(m) m, or to(m) its number among those that there are.
+    With ``starts`` row m of x lies where its expert's rows begin; y has it at m, or packed.
 
     From these follow ``sizes`` (E, and N and K of w), ``columns`` and ``dtype`` of y, ``bucket`` (of rows, that the
     kernel is chosen for), ``spread`` (how many times the expected rows there may be, in buckets; 1 for fewer, or where

@@ -41,7 +41,7 @@ _PLUG_IN = "pretuned"
 class EngineReport:
     """The report of ``examine_engine``.
 
-    ``models``: of each GPU, those that a bundle was measured for, with dtype and shards.
+    ``models``: for each GPU the models that a bundle was measured for, with dtype and shards.
     ``problems`` are what keeps the engine from using pretuned, with the fix; ``ok`` if there are none.
     """
 

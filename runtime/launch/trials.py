@@ -186,7 +186,7 @@ class _Operands(NamedTuple):
 
 
 def _x(draw: _Draw, reduction: int) -> torch.Tensor:
-    """x with rows of NaN: those that belong to no expert, and one other; every other number counts."""
+    """x [M, reduction], N(0, 1). Rows of no expert, and one row of an expert, are NaN."""
     x = draw.normal(_M, reduction)
     x[_NAN_ROW] = x[_USED:] = float("nan")
     return x
@@ -415,7 +415,7 @@ class _RowKernel:
         return self._place.put(host.to(self.dtype), aligned=self._aligned)
 
     def host(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What launches left in these tensors."""
+        """The values of these tensors after the launches."""
         self._place.wait()
         return tuple(tensor.cpu() for tensor in tensors)
 

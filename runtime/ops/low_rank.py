@@ -189,7 +189,7 @@ def _scaled(narrow: torch.Tensor, adapter: LowRank, executor: EagerExecutor) -> 
     return narrow if adapter.scale == 1 else executor.call(partial(_times, scale=adapter.scale), narrow)
 
 
-# What torch does of it, in place. No tensor is in here but those that are given: ``EagerExecutor.call``.
+# torch's part of it, in place. These functions hold no tensor: a program passes all (``EagerExecutor.call``).
 
 
 def _zero(u: torch.Tensor) -> torch.Tensor:
