@@ -6,20 +6,18 @@ PRETUNED_BUNDLES names bundles of tests/gpu/gpu-models.txt.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from acts import GATED, UNGATED, row_act
+from selected import failed
 
-from pretuned.artifacts.records import PRECISIONS, DType, Op, Problem, RowOp
+from pretuned.artifacts.records import PRECISIONS, DType, Op, Problem, RowOp, dtypes_of
 from pretuned.kernels.activations import Activation
 from pretuned.kernels.rowops import CODE_OPS, USED
 from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp, reload
-from pretuned.runtime.dispatch import plans
-from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.dispatch.decide import Decision, settle
+from pretuned.runtime.dispatch.snapshot import snapshot
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.launch import rowops as launch_rowops
 from pretuned.runtime.launch.quantised import bytes_of_row
@@ -42,21 +40,17 @@ FORMATS = ["fp8_block", "fp8_channel"]
 
 
 @pytest.fixture(params=FORMATS)
-def format(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A format of w, of which x is quantised whether it pays or not."""
+def format(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A format of w, of which x is quantised whether it pays or not: no kernel that leaves it bf16 passed its test."""
     name: str = request.param
-
-    def quantised_x(snapshot, problem, other, M, local, *, top_k, aligned):  # type: ignore[no-untyped-def]
-        found = settle(snapshot, problem, 1 << max(3, M.bit_length()), local, aligned, False)
-        assert isinstance(found, Decision), "the bundles have no product of codes"
-        return plans.Planned(found.chosen.usable, found.chosen.index)
-
     problem = Problem(Op.FORWARD, DType(name), E, *SIZES[0])
-    if not dispatch_snapshot.snapshot().serves(problem, local_gpu(0)):
+    if not snapshot().serves(problem, local_gpu(0)):
         pytest.skip("the bundles have no product of codes for this GPU")
-    monkeypatch.setattr(plans, "quantised_x", quantised_x)
-    dispatch_snapshot.snapshot().launchers.clear()
-    return name
+    (other,) = {dtype for dtype in dtypes_of(name) if dtype is not problem.dtype}
+    with failed(lambda variant: variant.op is Op.FORWARD and variant.dtype is other):
+        yield name
+        names = [ready.name for ready in snapshot().launchers.values() if ready is not None]
+        assert not any(f"forward {other.value} " in text for text in names)
 
 
 def made(format: str, N: int, K: int) -> ExpertWeights:
@@ -220,7 +214,7 @@ def launched(op: RowOp) -> Callable[..., None]:
     ("name", "gated", "interleaved"), [ACTS[0], ("swiglu_oai", True, True), ("relu2", False, False)]
 )
 def test_a_layer_with_the_activation_quantised_in_one_pass(
-    format: str, name: str, gated: bool, interleaved: bool, T: int, monkeypatch: pytest.MonkeyPatch
+    format: str, name: str, gated: bool, interleaved: bool, T: int
 ) -> None:
     """The same as by two passes, with gradients and without, in a graph and when it comes again."""
     g = torch.Generator().manual_seed(T)
@@ -228,17 +222,9 @@ def test_a_layer_with_the_activation_quantised_in_one_pass(
     x = torch.randn(T, H, generator=g).bfloat16().cuda()
     ids, weights = torch.rand(T, E, generator=g).topk(2).indices.cuda(), torch.rand(T, 2, generator=g).cuda()
     ids[T // 2 :, 1] = -1  # slots of no expert
-    ran: list[RowOp] = []
-    real = launch_rowops.launcher
 
-    def layers(without: tuple[RowOp, ...]) -> list[torch.Tensor]:
-        def launcher(op: RowOp, *given: Any, **how: Any) -> Any:
-            ran.append(op)
-            return None if op in without else real(op, *given, **how)
-
-        monkeypatch.setattr(launch_rowops, "launcher", launcher)
+    def layers() -> list[torch.Tensor]:
         reload()
-        ran.clear()
 
         def run(x: torch.Tensor) -> torch.Tensor:
             return moe_mlp(x, up, down, ids, weights, activation=name, gated=gated, interleaved=interleaved)
@@ -255,12 +241,17 @@ def test_a_layer_with_the_activation_quantised_in_one_pass(
             found.append(dx)
         return found
 
-    one = layers(())
+    def ran() -> set[RowOp]:
+        return {key[0] for key, launch in snapshot().passes.items() if launch is not None}
+
+    one = layers()
     activation = CODE_OPS[DType(format)].activation
-    assert activation in ran
-    assert RowOp.ACTIVATION not in ran
-    two = layers((activation,))
-    assert RowOp.ACTIVATION in ran
+    assert activation in ran()
+    assert RowOp.ACTIVATION not in ran()
+    with failed(lambda variant: variant.op is activation):
+        two = layers()
+        assert RowOp.ACTIVATION in ran()
+        assert activation not in ran()
     for i, (found, want) in enumerate(zip(one, two, strict=True)):
         assert torch.equal(found, want), i
         assert bool(torch.isfinite(found).all())

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from calls import calls_of
+from selected import BUCKETS, Cell, Line, decided, publish_choices
 from torch.nn import functional
 
-from pretuned.artifacts.records import Choice, DType, Fusion, Layout, Op, Problem
+from pretuned.artifacts.records import Choice, DType, Fusion, Layout, Op, Problem, Variant, Way
 from pretuned.kernels import reference
 from pretuned.kernels.registry import entry_of
-from pretuned.kernels.spec import Spec
+from pretuned.kernels.spec import Config, Spec
 from pretuned.runtime import explain, moe_mlp, reload, sort_routing
 from pretuned.runtime.check.call import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.dispatch.plans import Planned
 from pretuned.runtime.dispatch.ranking import why_not
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.inspect.explain import fused_silu
 from pretuned.runtime.launch import ready
-from pretuned.runtime.launch.gemm import LoadedKernel
-from pretuned.runtime.launch.loader import loaded
 from pretuned.runtime.ops import activation
 
 pytestmark = [
@@ -46,12 +47,12 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
 
 
-def kernels() -> list[LoadedKernel]:
+def kernels() -> list[Planned]:
     """Every bf16 variant that gathers and has silu in its epilogue, of all bundles for this GPU."""
     snapshot, local = dispatch_snapshot.snapshot(), local_gpu(0)
     kind = Problem(Op.FORWARD, DType.BF16, 1, 16, 8, Layout.NK, BOTH)
     return [
-        loaded(one.bundle, i, 0, local.gpu.sm_count)
+        Planned(one, i)
         for one in snapshot.view(local, installed=True).usable
         for i, variant in snapshot.variants(one.bundle, kind)
         if why_not(variant, kind, local, aligned=True) is None
@@ -59,7 +60,7 @@ def kernels() -> list[LoadedKernel]:
 
 
 @pytest.fixture(params=range(4))
-def kernel(request: pytest.FixtureRequest) -> LoadedKernel:
+def kernel(request: pytest.FixtureRequest) -> Planned:
     """Each of them; any runs any shape."""
     every = kernels()
     if request.param >= len(every):
@@ -67,19 +68,46 @@ def kernel(request: pytest.FixtureRequest) -> LoadedKernel:
     return every[request.param]
 
 
-Use = Callable[[LoadedKernel | None], None]
+Use = Callable[[Planned | None, int, int, int], None]
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
-    """Has layers run this variant, or the plain product and the activation, whatever the times say."""
+def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Use]:
+    """Has layers of these E, H and I run this variant, or the plain product and the activation.
 
-    def only(one: LoadedKernel | None) -> None:
+    It is by a bundle whose measured choices say so: of each bucket the kernel that runs the plain product, with a plan
+    or without.
+    """
+    before = os.environ["PRETUNED_BUNDLES"]
+
+    def only(one: Planned | None, E: int, H: int, I: int) -> None:  # noqa: E741
+        monkeypatch.setenv("PRETUNED_BUNDLES", before)
         reload()
-        monkeypatch.setattr(ready, "_gated_kernel", lambda *_: one)
+        problem = Problem(Op.FORWARD, DType.BF16, E, 2 * I, H, Layout.NK, Fusion.GATHER)
+        cells = []
+        for bucket in BUCKETS:
+            own = decided(problem, bucket, local_gpu(0))
+            assert own is not None
+            cells.append(Cell(problem, bucket, own, [] if one is None else [Line(Way.FUSED_SILU, 0, one)]))
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        publish_choices(folder / "choices.msgpack", cells, local_gpu(0))
+        monkeypatch.setenv("PRETUNED_BUNDLES", f"{folder}:{before}")
+        reload()
+        for M in (1, 1000):
+            chosen = explain(problem._replace(fusion=BOTH), M=M, top_k=1).chosen
+            if one is None:
+                assert chosen is None or chosen.variant.fusion is not BOTH
+            else:
+                assert chosen is not None
+                assert chosen.variant == variant_of(one)
 
     yield only
+    monkeypatch.undo()
     reload()
+
+
+def variant_of(one: Planned) -> Variant:
+    return one.usable.bundle.variant(one.variant)
 
 
 def test_there_is_one_where_a_choice_says_so() -> None:
@@ -93,14 +121,14 @@ def test_there_is_one_where_a_choice_says_so() -> None:
 @pytest.mark.parametrize(("E", "H", "I"), SHAPES)
 @pytest.mark.parametrize("M", [1, 64, 129, 1000, 4096])
 def test_the_product_is_near_the_reference_and_stays_in_its_rows(
-    kernel: LoadedKernel,
+    kernel: Planned,
     use: Use,
     M: int,
     E: int,
     H: int,
     I: int,  # noqa: E741
 ) -> None:
-    use(kernel)
+    use(kernel, E, H, I)
     torch.manual_seed(M)
     k = 2 if M % 2 == 0 else 1
     x, w = random(M // k, H), random(E, 2 * I, H, scale=H**-0.5)
@@ -153,7 +181,7 @@ def test_the_product_is_near_the_reference_and_stays_in_its_rows(
 @pytest.mark.parametrize("T", [1, 37, 700, 3000])
 @pytest.mark.parametrize(("E", "H", "I"), SHAPES[:3])
 def test_the_layer_is_as_near_float64_as_without_it(
-    kernel: LoadedKernel,
+    kernel: Planned,
     use: Use,
     T: int,
     E: int,
@@ -166,7 +194,7 @@ def test_the_layer_is_as_near_float64_as_without_it(
     ids = torch.randint(-2, E, (T, 2), device="cuda")
     found: dict[str, list[torch.Tensor]] = {}
     for name, one in (("plain", None), ("fused", kernel)):
-        use(one)
+        use(one, E, H, I)
         found[name] = [moe_mlp(hidden, up, down, ids, weights) for _ in range(3)]  # the later ones by a plan
         assert all(torch.equal(found[name][0], other) for other in found[name][1:])
     want = torch.zeros(T, H, device="cuda", dtype=torch.float64)
@@ -183,9 +211,9 @@ def test_the_layer_is_as_near_float64_as_without_it(
     assert errors["fused"] < 1.5 * errors["plain"] + 1e-3  # h is not rounded: it is no worse
 
 
-def test_nan_in_the_rows_of_others_does_not_spread(kernel: LoadedKernel, use: Use) -> None:
-    use(kernel)
+def test_nan_in_the_rows_of_others_does_not_spread(kernel: Planned, use: Use) -> None:
     E, H, I, T = 8, 768, 520, 900  # noqa: E741
+    use(kernel, E, H, I)
     up, down = random(E, 2 * I, H, scale=H**-0.5), random(E, H, I, scale=I**-0.5)
     hidden, weights = random(T, H), torch.rand(T, 1, device="cuda")
     ids = torch.arange(T, device="cuda")[:, None] * E // T  # ragged ends within tiles
@@ -203,15 +231,14 @@ def test_nan_in_the_rows_of_others_does_not_spread(kernel: LoadedKernel, use: Us
         assert not got[~others].any()
 
 
-def test_a_gradient_is_that_of_the_plain_product(kernel: LoadedKernel, use: Use) -> None:
-    use(kernel)
+def test_a_gradient_is_that_of_the_plain_product(kernel: Planned, use: Use) -> None:
     E, H, I, T = 8, 768, 512, 300  # noqa: E741
     up, down = random(E, 2 * I, H, scale=H**-0.5).requires_grad_(), random(E, H, I, scale=I**-0.5).requires_grad_()
     hidden, weights = random(T, H), torch.rand(T, 2, device="cuda")
     ids = torch.randint(0, E, (T, 2), device="cuda")
     results = []
     for one in (kernel, None):
-        use(one)
+        use(one, E, H, I)
         for _ in range(2):
             with torch.no_grad():
                 moe_mlp(hidden, up, down, ids, weights)
@@ -221,9 +248,9 @@ def test_a_gradient_is_that_of_the_plain_product(kernel: LoadedKernel, use: Use)
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_it_is_captured_and_replayed_with_other_routing(kernel: LoadedKernel, use: Use) -> None:
-    use(kernel)
+def test_it_is_captured_and_replayed_with_other_routing(kernel: Planned, use: Use) -> None:
     E, H, I, T = 8, 768, 512, 700  # noqa: E741
+    use(kernel, E, H, I)
     up, down = random(E, 2 * I, H, scale=H**-0.5), random(E, H, I, scale=I**-0.5)
     hidden, weights = random(T, H), torch.rand(T, 2, device="cuda")
     ids = torch.randint(0, E, (T, 2), device="cuda")
@@ -282,7 +309,7 @@ def test_a_layer_runs_it_exactly_where_the_rule_says_so() -> None:
 
 
 def test_the_specs_name_says_what_it_is() -> None:
-    for kernel in kernels():
-        spec = Spec(Op.FORWARD, DType.BF16, kernel.config, fusion=kernel.variant.fusion)
-        assert (entry_of(spec).name, kernel.variant.kernel) == ("rows_specialized",) * 2
-        assert dict(kernel.variant.arguments)["y_map"] == "desc4"
+    for variant in map(variant_of, kernels()):
+        spec = Spec(Op.FORWARD, DType.BF16, Config.from_pairs(variant.config), fusion=variant.fusion)
+        assert (entry_of(spec).name, variant.kernel) == ("rows_specialized",) * 2
+        assert dict(variant.arguments)["y_map"] == "desc4"

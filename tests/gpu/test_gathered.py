@@ -7,21 +7,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from selected import BUCKETS, Cell, Line, decided, publish_choices
 
-from pretuned.artifacts.records import PLAIN_LAYOUTS, DType, Fusion, Layout, Op, Problem, RowOp
-from pretuned.kernels.spec import code_of
+from pretuned.artifacts.records import (
+    PLAIN_LAYOUTS,
+    DType,
+    Fusion,
+    Layout,
+    Op,
+    Problem,
+    RowOp,
+    Variant,
+    Way,
+    bucket_of,
+)
 from pretuned.runtime import grouped_gemm, moe_mlp, reload, sort_routing
 from pretuned.runtime.check.call import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.dispatch.plans import Planned
 from pretuned.runtime.dispatch.ranking import why_not
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.launch import ready, rowops
-from pretuned.runtime.launch.gemm import LoadedKernel
-from pretuned.runtime.launch.loader import loaded
 from pretuned.runtime.ops import products
 from pretuned.runtime.ops.routing import Routing
 
@@ -43,43 +54,68 @@ def random(*shape: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
     return (scale * torch.randn(*shape, device="cuda", generator=generator)).to(torch.bfloat16)
 
 
-def same_config(kind: Problem, config: object) -> LoadedKernel | None:
-    """The first variant of this code in this config (any, for None) of all bundles for this GPU."""
-    snapshot, local = dispatch_snapshot.snapshot(), local_gpu(0)
-    for one in snapshot.view(local, installed=True).usable:
-        for i, variant in snapshot.variants(one.bundle, kind):
-            fits = why_not(variant, kind, local, aligned=True) is None and variant.alignment == 16
-            if fits and config in (None, variant.config):
-                return loaded(one.bundle, i, 0, local.gpu.sm_count)
-    return None
+def variants(kind: Problem, like: Variant) -> list[Planned]:
+    """The aligned variants of this code that can stand in a plan beside another, those in its config first."""
+    bundles, local = dispatch_snapshot.snapshot(), local_gpu(0)
+    able = [
+        (variant.config != like.config, Planned(usable, i))
+        for usable in bundles.view(local, installed=True).usable
+        for i, variant in bundles.variants(usable.bundle, kind)
+        if why_not(variant, kind, local, aligned=True) is None and variant.alignment == 16 and variant.op is like.op
+    ]
+    return [planned for _, planned in sorted(able, key=lambda pair: pair[0])]
 
 
 class Switch:
-    """Has every gather be done beforehand, or none, in one config, so that sums have one order."""
+    """Has every gather of a problem be done beforehand, or none, in one config, so that sums have one order.
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.patch = patch
+    It is by a bundle whose measured choices say so: of each bucket the kernel that runs it, with a plan or without.
+    """
 
-    def __call__(self, first: bool) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.patch, self.folder, self.before = patch, folder, os.environ["PRETUNED_BUNDLES"]
+
+    def __call__(self, first: bool, problem: Problem) -> None:
+        name = "-".join(map(str, (problem.op.value, *problem[2:5], problem.layout.value)))
+        if not (self.folder / name).exists():
+            self.publish(self.folder / name, problem)
+        self.use(self.folder / name / ("first" if first else "on-load"))
+
+    def use(self, *folders: Path) -> None:
+        """Have the process read its bundles anew, these folders' before the others."""
+        self.patch.setenv("PRETUNED_BUNDLES", ":".join([*map(str, folders), self.before]))
         reload()
-        self.patch.setattr(ready, "_gathered_kernel", lambda *given: self.kernel(*given) if first else None)
 
-    def kernel(self, problem: Problem, call: Rows, _device: int, _checks: bool) -> LoadedKernel | None:
-        code = code_of(problem.op, call.fusion & ~Fusion.GATHER)
-        on_load = ready._kernel(problem, call.M, 0, True, None, None)
-        kind = problem._replace(fusion=code)
-        found = None if on_load is None else same_config(kind, on_load.variant.config) or same_config(kind, None)
-        if found is None:
-            pytest.skip(f"the bundles have no {kind} for this GPU")
-        return found
+    def publish(self, folder: Path, problem: Problem) -> None:
+        self.use()
+        cells = []
+        for bucket in BUCKETS:
+            own = decided(problem, bucket, local_gpu(0))
+            assert own is not None
+            like = own.usable.bundle.variant(own.variant)
+            plan = []
+            for way in (Way.ROWS_FIRST, Way.ROWS_FIRST_BY_INDEX):
+                (kind,) = way.problems(problem)
+                there = variants(kind, like)
+                if not there:
+                    pytest.skip(f"the bundles have no {kind} for this GPU")
+                plan.append(Line(way, 1, there[0]))
+            cells.append(Cell(problem, bucket, own, plan))
+        publish_choices(folder / "first" / "choices.msgpack", cells, local_gpu(0))
+        publish_choices(folder / "on-load" / "choices.msgpack", [one._replace(plan=()) for one in cells], local_gpu(0))
 
 
 @pytest.fixture
-def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Switch]:
+def switch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Switch]:
     if rowops.launcher(RowOp.GATHER, DType.BF16, 0, aligned=True) is None:
         pytest.skip("the bundles have no pass that gathers")
-    yield Switch(monkeypatch)
+    yield Switch(monkeypatch, tmp_path)
+    monkeypatch.undo()
     reload()
+
+
+def problem_of(call: Rows) -> Problem:
+    return Problem(call.op, DType.BF16, *call.sizes, call.layout, Fusion.GATHER)
 
 
 def routed(E: int, T: int, kind: str) -> Routing:
@@ -103,12 +139,14 @@ def run(call: Rows, rows: int, switch: Switch, **changes: Any) -> tuple[torch.Te
     """y by the code that gathers, and of rows gathered beforehand; NaN where nothing was stored."""
     results = []
     for first in (False, True):
-        switch(first)
+        switch(first, problem_of(call))
         y = torch.full(
             (rows, call.sizes[1] if call.op is Op.FORWARD else call.sizes[2]), NAN, device="cuda", dtype=torch.bfloat16
         )
         one = call._replace(**changes)
-        assert (ready.ready_for(one, y).gather is not None) is first  # type: ignore[union-attr]
+        made = ready.ready_for(one, y)
+        assert made is not None
+        assert (made.gather is not None) is first
         results.append(products.rows(one, y))
     return results[0], results[1]
 
@@ -148,7 +186,7 @@ def test_it_is_the_code_that_gathers(switch: Switch, E: int, K: int, N: int, kin
 def test_dx_of_dy_in_token_order(switch: Switch, layout: Layout) -> None:
     E, N, K, T = 8, 512, 768, 500
     code = Problem(Op.DX, DType.BF16, E, N, K, layout, Fusion.GATHER)
-    if same_config(code, None) is None:  # such as those of the catalogue, all of w [E, N, K]
+    if decided(code, 1000, local_gpu(0)) is None:  # such as those of the catalogue, all of w [E, N, K]
         pytest.skip(f"the bundles have no {code} for this GPU")
     routing, M = routed(E, T, "elsewhere"), T * TOPK
     w = random(E, N, K, scale=N**-0.5)
@@ -210,7 +248,7 @@ def test_a_captured_layer_is_replayed_with_other_routing(switch: Switch) -> None
     every.append(torch.full((T, TOPK), -1, device="cuda"))
     found: list[list[torch.Tensor]] = []
     for first in (False, True):
-        switch(first)
+        switch(first, Problem(Op.FORWARD, DType.BF16, E, 2 * I, H, Layout.NK, Fusion.GATHER))
         ids = every[0].clone()
         with torch.no_grad():
             for _ in range(3):
@@ -237,7 +275,7 @@ def test_a_first_call_in_a_capture_and_a_side_stream(switch: Switch) -> None:
         Op.FORWARD, x, w, routing.m_sizes, Layout.NK, T * TOPK, routing.gather_indices, TOPK, bounds=routing.bounds
     )
     wanted, _ = run(call, T * TOPK, switch)
-    switch(True)
+    switch(True, problem_of(call))
     y = torch.full_like(wanted, NAN)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -254,14 +292,19 @@ def test_a_first_call_in_a_capture_and_a_side_stream(switch: Switch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ragged", "elsewhere"])
-def test_silu_in_the_epilogue_of_rows_gathered_beforehand(
-    switch: Switch, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_silu_in_the_epilogue_of_rows_gathered_beforehand(switch: Switch, tmp_path: Path, kind: str) -> None:
     E, H, I, T = 8, 768, 512, 700  # noqa: E741
-    problem = Problem(Op.FORWARD, DType.BF16, E, 2 * I, H)
-    kernels = [same_config(problem._replace(fusion=one), None) for one in (Fusion.SILU | Fusion.GATHER, Fusion.SILU)]
-    if None in kernels:
-        pytest.skip("the bundles lack silu in the epilogue in one of its forms")
+    problem = Problem(Op.FORWARD, DType.BF16, E, 2 * I, H, Layout.NK, Fusion.GATHER)
+    own = decided(problem, bucket_of(T * TOPK), local_gpu(0))
+    assert own is not None
+    folders = []
+    for fusion, top_k in ((Fusion.SILU | Fusion.GATHER, 0), (Fusion.SILU, 1)):
+        there = variants(problem._replace(fusion=fusion), own.usable.bundle.variant(own.variant))
+        if not there:
+            pytest.skip("the bundles lack silu in the epilogue in one of its forms")
+        cells = [Cell(problem, bucket, own, [Line(Way.FUSED_SILU, top_k, there[0])]) for bucket in BUCKETS]
+        folders.append(tmp_path / f"from-top-{top_k}")
+        publish_choices(folders[-1] / "choices.msgpack", cells, local_gpu(0))
     routing = routed(E, T, kind)
     used = int(routing.bounds[-1])
     x, w = random(T, H), random(E, 2 * I, H, scale=H**-0.5)
@@ -269,9 +312,11 @@ def test_silu_in_the_epilogue_of_rows_gathered_beforehand(
         for bounds in (routing.bounds, None):
             call = Rows(Op.FORWARD, x, w, routing.m_sizes, Layout.NK, T * TOPK, index, TOPK, bounds=bounds)
             results = []
-            for one in kernels:
-                switch(True)
-                monkeypatch.setattr(ready, "_gated_kernel", lambda *_, one=one: one)
+            for first, folder in enumerate(folders):
+                switch.use(folder)
+                made = ready.ready_for_gated(call)
+                assert made is not None
+                assert (made.gather is not None) is bool(first)
                 a = products.gated_rows(call)
                 assert a is not None
                 results.append(a[:used])

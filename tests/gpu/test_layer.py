@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from acts import GATED, UNGATED, row_act
+from selected import failed
 
 from pretuned.artifacts.records import DType, RowOp
 from pretuned.kernels import rowops as contract
 from pretuned.kernels.activations import Activation
 from pretuned.runtime import grouped_gemm, moe_mlp, sort_routing
+from pretuned.runtime.dispatch.snapshot import snapshot
 from pretuned.runtime.launch import rowops
 from pretuned.runtime.ops import activation, tokens, zero_rows
 from pretuned.runtime.ops import routing as ops_routing
@@ -103,33 +105,23 @@ def test_combine(dtype: torch.dtype, columns: int, top_k: int, biased: bool, wei
     near(tokens.combine(y, places, top_k, weights, experts, bias), want, MOST[dtype])
 
 
-@pytest.mark.parametrize("least_bytes", [0, 1 << 40])
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("top_k", [1, 3, 8, 10])
 @pytest.mark.parametrize("columns", [2048, 768, 33])
 @pytest.mark.parametrize("dtype", list(MOST), ids=str)
-def test_gather(
-    dtype: torch.dtype, columns: int, top_k: int, least_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gather(dtype: torch.dtype, columns: int, top_k: int, many: bool) -> None:
     """A row a program, and each token's row once for all its slots: also those of which the index has several."""
     demand(RowOp.GATHER, dtype, columns)
-    monkeypatch.setattr(contract, "BY_TOKEN_LEAST_BYTES", least_bytes)
-    T, end = 1230, 1000
+    T, end, row_bytes = 1230, 1000, columns * dtype.itemsize
+    if many:
+        T += contract.BY_TOKEN_LEAST_BYTES // (row_bytes * top_k)
+    assert contract.by_token(T * top_k, row_bytes, T * top_k, top_k) is (many and top_k > 1)
     x, index = random(T, columns, dtype=dtype), torch.randperm(T * top_k, device="cuda")
     bounds = torch.tensor([0, end], device="cuda", dtype=torch.int32)
     for repeated in (0, 300, 900):
         index[:repeated] = index[-1]
         assert torch.equal(tokens.gather(x, index, top_k), x[index // top_k])
         assert torch.equal(tokens.gather(x, index.int(), top_k, bounds)[:end], x[index // top_k][:end])
-
-
-def test_a_large_gather_reads_each_token_once() -> None:
-    T, columns, top_k = 8192, 4096, 4
-    launch = rowops.for_rows(RowOp.GATHER, columns, T * top_k, random(1, columns, dtype=torch.bfloat16))
-    if launch is None:
-        pytest.skip("no bundle here has the pass")
-    assert contract.by_token(T * top_k, 2 * columns, T * top_k, top_k)
-    x, index = random(T, columns, dtype=torch.bfloat16), torch.randperm(T * top_k, device="cuda")
-    assert torch.equal(tokens.gather(x, index, top_k), x[index // top_k])
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
@@ -271,13 +263,17 @@ def test_biases_of_any_strides() -> None:
     assert torch.equal(got, want)
 
 
-def test_torch_in_place_of_the_passes_is_as_near(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_in_place_of_the_passes_is_as_near() -> None:
     given = layer(torch.bfloat16, True, "nk", False)
     hidden, weights = random(200, H), torch.rand(200, TOPK, device="cuda")
     ids = torch.randint(-2, E, (200, TOPK), device="cuda")
     got = step(hidden, given, ids, weights)
-    monkeypatch.setattr(rowops, "launcher", lambda *_, **__: None)
-    for one, other in zip(got, step(hidden, given, ids, weights), strict=True):
+    with failed(lambda variant: isinstance(variant.op, RowOp)):
+        by_torch = step(hidden, given, ids, weights)
+        passes = snapshot().passes
+        assert {key[0] for key in passes} >= {RowOp.ACTIVATION, RowOp.COMBINE}
+        assert not any(passes.values())
+    for one, other in zip(got, by_torch, strict=True):
         near(one, other, 2e-2)
 
 

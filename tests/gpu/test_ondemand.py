@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from installed import without_bundles
 
 import pretuned.aot
 from pretuned.artifacts.errors import InputError
@@ -25,13 +26,15 @@ from pretuned.runtime.launch.loader import loaded_count
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 E, H, WIDTH, K = 8, 512, 256, 2
+SUPPORT = Path(__file__).parents[1] / "support"
 
 # Every one asks for the same layer at once.
 ASK = f"""
 import sys, torch, pretuned.aot
 from pretuned.aot.demand import api
-from pretuned.runtime.dispatch import snapshot
-snapshot.installed_places = tuple
+sys.path.append({str(SUPPORT)!r})
+from installed import without_bundles
+sys.modules.update(without_bundles())
 real = api._default._measure
 def counted(*args):
     open(sys.argv[1], "a").write("tuned\\n")
@@ -48,7 +51,8 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     for name in ("PRETUNED_STRICT", "PRETUNED_DISABLE_AUTOTUNE", "PRETUNED_BUNDLES", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(snapshot, "installed_places", tuple)
+    for name, module in without_bundles().items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(device(0), "kernels", {})  # nothing is loaded yet, whatever ran before
     snapshot.forget_made()
     compiled.forget()

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from pretuned.artifacts.records import PRECISIONS
-from pretuned.runtime import ExpertWeights, grouped_gemm, moe_mlp, reload, sort_routing
-from pretuned.runtime.driver import launcher
+from pretuned.runtime import ExpertWeights, activate, grouped_gemm, moe_mlp, reload, sort_routing
+from pretuned.runtime.api.layer_plan import LayerPlan
+from pretuned.runtime.dispatch.snapshot import snapshot
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -80,19 +81,30 @@ def test_a_layer(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_layer_of_one_token_reads_its_row_where_it_lies(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bits are those of rows that a pass gathers, also by a plan and for a slot of no expert."""
+def test_one_token_s_row_is_read_where_it_lies(format: str) -> None:
+    """The bits are those of rows in memory, also by a plan and for a slot of no expert; no row kernel gathers."""
     up, down = (ExpertWeights.quantize(torch.randn(E, N, K) / K**0.5, format) for N, K in ((2 * I, H), (H, I)))
     up, down = up.to("cuda").prepare(), down.to("cuda").prepare()
     hidden, weights = torch.randn(1, H, device="cuda").bfloat16(), torch.rand(1, TOPK, device="cuda")
-    assert launcher.repeats_rows(0)
+    rows = hidden.repeat(TOPK, 1)
     for ids in (torch.tensor([[2, 7, 0]], device="cuda"), torch.tensor([[-1, 7, 0]], device="cuda")):
-        found = []
-        for repeats in (True, False):
-            monkeypatch.setattr(launcher, "repeats_rows", lambda _device, repeats=repeats: repeats)
-            reload()
-            found += [moe_mlp(hidden, up, down, ids, weights) for _ in range(3)]
+        reload()
+        index, m_sizes, *_ = sort_routing(ids, E)
+        used = int((ids >= 0).sum())
+        want = grouped_gemm(rows, up, m_sizes)[:used]
+        for _ in range(3):
+            y = grouped_gemm(hidden, up, m_sizes, topk=TOPK, gather_indices=index, permute_x=True)
+            assert torch.equal(y[:used], want)
+        a = activate(grouped_gemm(rows, up, m_sizes))
+        each = grouped_gemm(a, down, m_sizes)[:used].double()
+        sums = (each * weights.flatten()[index[:used]][:, None]).sum(0)
+        found = [moe_mlp(hidden, up, down, ids, weights) for _ in range(3)]
         assert all(torch.equal(one, found[0]) for one in found)
+        assert off(found[0][0], sums.cpu()) < limit(format)
+        layers = [plan for plan in snapshot().plans.values() if isinstance(plan, LayerPlan)]
+        steps = [step.name for plan in layers for program in plan.programs.values() for step in program.steps]
+        assert steps
+        assert not any(name.startswith("gather rows") for name in steps)
     reload()
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from selected import failed
 from torch.utils.checkpoint import checkpoint
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records import Fusion, Op, Problem
+from pretuned.artifacts.records import DType, Fusion, Op, Problem
 from pretuned.kernels import reference
 from pretuned.kernels.spec import Config
 from pretuned.runtime import (
@@ -29,7 +30,6 @@ from pretuned.runtime import (
 )
 from pretuned.runtime.check.tensors import DTYPES
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.launch import ready
 from pretuned.runtime.launch.loader import loaded_count
 
 pytestmark = [
@@ -150,19 +150,17 @@ def test_the_kernels_are_a_bundles_and_not_torchs() -> None:
     assert all(launch is not None for launch in launchers.values())
 
 
-def test_what_a_bundle_lacks_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ready._kernel
-    for lacking in ({Fusion.GATHER}, {Fusion.GATHER, Fusion.SCATTER}, {Fusion.GATHER, Fusion.SCATTER, Fusion.NONE}):
-
-        def kernel(problem: Problem, *rest: Any, lacking: set[Fusion] = lacking) -> Any:
-            return None if problem.fusion in lacking else real(problem, *rest)
-
-        monkeypatch.setattr(ready, "_kernel", kernel)
-        reload()
+@pytest.mark.parametrize("lacking", [1, 2, 3])
+def test_what_a_bundle_lacks_torch_does(lacking: int) -> None:
+    fusions = (Fusion.GATHER, Fusion.SCATTER, Fusion.NONE)
+    with failed(lambda variant: isinstance(variant.op, Op) and variant.fusion in fusions[:lacking]):
         for form in FORMS:
             for layout in ("nk", "kn"):
                 check(form, routed(100, "elsewhere"), torch.bfloat16, layout)
         check((1, 1, 1, 1), routed(100), torch.float32, "nk")
+        for i, fusion in enumerate(fusions):
+            chosen = explain(Problem(Op.FORWARD, DType.BF16, E, N, K, fusion=fusion), M=200).chosen
+            assert (chosen is None) is (i < lacking)
 
 
 def test_unaligned_sizes() -> None:
