@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from concurrent.futures import Future
 
 import torch
 
@@ -101,28 +102,24 @@ def tried(kernel: gemm.LoadedKernel) -> str | None:
     Exception
         any other: the trial could not be made, and says nothing about the code.
     """
-    outcome: list[str | BaseException | None] = []
+    outcome: Future[str | None] = Future()
 
     def work() -> None:
         try:
             with trial_place(kernel.function.device) as here:
-                try:
-                    here.wait()
-                except Exception as error:  # an earlier launch's error, not the tested kernel's
-                    raise cuda.Unusable(f"the GPU can't be used: {first_line(error)}") from error
-                outcome.append(_tried(kernel, here))
+                outcome.set_result(_tried(kernel, here))
         except BaseException as error:
-            outcome.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=work, name="pretuned-proof", daemon=True)
-    thread.start()
-    thread.join()
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]
+    threading.Thread(target=work, name="pretuned-proof", daemon=True).start()
+    return outcome.result()
 
 
 def _tried(kernel: gemm.LoadedKernel, here: TrialPlace) -> str | None:
+    try:
+        here.wait()
+    except Exception as error:  # an earlier launch's error, not the tested kernel's
+        raise cuda.Unusable(f"the GPU can't be used: {first_line(error)}") from error
     try:
         return trial(kernel, here)
     except Unfinished:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -24,7 +24,6 @@ from ...kernels.spec import takes_codes_of_x
 from ..driver import cuda
 from ..driver.cuda import Unfinished
 from ..driver.rowops import RowOpLauncher
-from ..weights.codes import E4M3_MOST, Quantised, cat, quantise, values
 from ..weights.expert_weights import ExpertWeights
 from ..weights.prepared_layout import K_ORDER, ORDERS
 from ..weights.row_codes import codes_of_rows, values_of_rows, values_on_load
@@ -95,7 +94,8 @@ def trial(kernel: gemm.LoadedKernel, here: TrialPlace) -> str | None:
     if isinstance(variant.op, RowOp):
         checks, above = _ROW_KERNELS[variant.op](_RowKernel(variant, kernel.function, variant.op, here)), 0
     else:
-        checks, above = (_weight if variant.op is Op.DW else _rows)(kernel, here), 1
+        run = _weight if variant.op is Op.DW else _in_place if variant.fusion is Fusion.STARTS else _rows
+        checks, above = run(kernel, here), 1
     for what, got, want, most in checks:
         here.wait()
         wrong = _off(got.cpu().float(), want.float(), most, above)
@@ -134,15 +134,15 @@ class _Draw:
 
     def normal(self, *shape: int) -> torch.Tensor:
         """float32, N(0, 1)."""
-        return torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
+        return torch.randn(shape, generator=self._generator, dtype=torch.float32)
 
     def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
         """int32, low to high - 1."""
-        return torch.randint(low, high, shape, generator=self._generator, dtype=torch.int32, device="cpu")
+        return torch.randint(low, high, shape, generator=self._generator, dtype=torch.int32)
 
     def order(self, count: int) -> torch.Tensor:
         """int32 [count]: a permutation."""
-        return torch.randperm(count, generator=self._generator, dtype=torch.int64, device="cpu").to(torch.int32)
+        return torch.randperm(count, generator=self._generator, dtype=torch.int64).to(torch.int32)
 
 
 def _full(*shape: int, dtype: torch.dtype = torch.float32, value: float = UNTOUCHED) -> torch.Tensor:
@@ -234,9 +234,9 @@ def _launched(
 ) -> torch.Tensor:
     """The result of a launch, with a row of memory before it and a row after it."""
     placed = here.put(_full(rows + 2, columns, dtype=_TORCH[variant.dtype]), aligned=variant.alignment > 1)
-    m_sizes, addresses = here.put(_COUNTS), _addresses(words)
+    m_sizes, addresses = here.put(_COUNTS), _addresses({"M": _M} | words)
     for _ in range(2):  # what it counts with is as it was
-        launch(placed[1:].data_ptr(), m_sizes.data_ptr(), here.stream, M=_M, **addresses)
+        launch(placed[1:].data_ptr(), m_sizes.data_ptr(), here.stream, **addresses)
     return placed
 
 
@@ -246,11 +246,7 @@ def _addresses(words: dict[str, Any]) -> dict[str, int]:
 
 def _rows(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
     """y, and the memory around it."""
-    variant = kernel.variant
-    on = _operands(variant, here)
-    if variant.fusion is Fusion.STARTS:
-        yield from _in_place(kernel, here, on)
-        return
+    variant, on = kernel.variant, _operands(kernel.variant, here)
     biased = Fusion.BIAS if variant.dtype.quantised and variant.fusion is Fusion.LOW_RANK else Fusion.NONE
     for fusion, zero_tail in _CALLS[variant.fusion]:
         yield _call(kernel, here, on, fusion | biased, zero_tail)
@@ -302,51 +298,49 @@ def _call(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, fusion: Fu
         reference.rows(low_x.float(), low_w.float(), _COUNTS, added := _full(_M, wide), M=_M, layout=Layout.NK)
         result[:_USED] += added[:_USED]
     if launch.zeroes:
-        rest = (result == UNTOUCHED).all(1) if scatters else torch.arange(_M, device="cpu") >= _USED
+        rest = (result == UNTOUCHED).all(1) if scatters else torch.arange(_M) >= _USED
         result[rest] = 0
     what = f"{f'{fusion.name} ' if fusion else ''}y{' with zero_tail' if zero_tail else ''}"
     return what, placed, want, _most(variant.dtype)
 
 
-def _in_place(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands) -> _Checks:
+def _in_place(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
     """y of codes that lie apart, with NaN between them: padded, at starts, and stored without padding."""
-    variant, (columns, K), R = kernel.variant, on.w_values.shape[1:], _E * _ROOM
+    variant, on, R = kernel.variant, _operands(kernel.variant, here), _E * _ROOM
+    columns, K = on.w_values.shape[1:]
     of_x = variant.dtype.precision.x.scale
     if of_x is None or isinstance(on.w, torch.Tensor):
         raise AssertionError(f"{variant.dtype.value} does not quantise x and w")
-    groups = _Draw().normal(_USED, K).view(_USED, -1, of_x.columns)
-    factor = groups.abs().amax(2) / E4M3_MOST
-    codes = (groups / factor[..., None]).to(torch.float8_e4m3fn)
-    values, product = (codes.float() * factor[..., None]).view(_USED, K), _full(_USED, columns)
-    reference.rows(values, on.w_values, _COUNTS, product, M=_USED, layout=Layout.NK)
+    draw, product = _Draw(), _full(_USED, columns)
+    codes, factor = draw.normal(_USED, K).to(torch.float8_e4m3fn), draw.normal(_USED, K // of_x.columns)
+    x_values = codes.float() * factor.repeat_interleave(of_x.columns, 1)
+    reference.rows(x_values, on.w_values, _COUNTS, product, M=_USED, layout=Layout.NK)
     launch = gemm.product_launcher(kernel, N=columns, K=K, E=_E, m_sizes_step=1, fused=gemm.Fused(Fusion.STARTS))
-    apart, bounds = torch.arange(_E, device="cpu") * _ROOM, [0, *_COUNTS.cumsum(0).tolist()]
-    for what, starts, packs in (
-        ("y of padded rows", None, False),
-        ("y of rows at starts", apart.flip(0) + 3, False),
-        ("y of rows at starts, without padding,", apart.flip(0) + 3, True),
+    apart, groups = torch.arange(_E) * _ROOM, K // of_x.columns
+    behind, bounds = apart.flip(0) + 3, torch.cat([_COUNTS.new_zeros(1), _COUNTS.cumsum(0)]).int()
+    padded = {"starts": 0, "starts_step": 0, "room": _ROOM, "packs": 0, "bounds": 0}
+    padded |= _strides(groups, 1, _ROOM * groups)
+    starts = padded | {"starts": here.put(behind), "starts_step": 2, "room": R} | _strides(1, R)
+    packed = starts | {"packs": 1, "bounds": here.put(bounds)}
+    for what, first, layout in (
+        ("y of padded rows", apart, padded),
+        ("y of rows at starts", behind, starts),
+        ("y of rows at starts, without padding,", behind, packed),
     ):
-        first = apart if starts is None else starts
-        rows = torch.cat([first[e] + torch.arange(n, device="cpu") for e, n in enumerate(_COUNTS.tolist())])
-        x = torch.full((R, K), 0x7F, dtype=torch.uint8, device="cpu")  # NaN
-        scale = _full(R, K // of_x.columns, value=float("nan"))
-        x[rows], scale[rows] = codes.view(torch.uint8).view(_USED, K), factor
-        words: dict[str, Any] = {"x": here.put(x), "starts": 0, "starts_step": 0, "room": _ROOM, "packs": int(packs)}
-        words |= {"bounds": here.put(torch.tensor(bounds, dtype=torch.int32, device="cpu")) if packs else 0}
-        strides = scale.stride(0), scale.stride(1), _ROOM * scale.stride(0)
-        if starts is None:
-            words |= {"x_scale": here.put(scale)}
-        else:  # scales of a column of x lie together
-            words |= {"starts": here.put(starts), "starts_step": 2, "room": R, "x_scale": here.put(scale.T)}
-            strides = 1, R, 0
-        words |= dict(zip(("stride_scale_m", "stride_scale_k", "stride_scale_e"), strides, strict=True))
-        placed = here.put(_full(R + 2, columns + 8, dtype=_TORCH[variant.dtype]))
-        m_sizes, addresses = here.put(_COUNTS), _addresses(words | gemm.words_of(on.w, launch))
-        for _ in range(2):
-            launch(placed[1:].data_ptr(), m_sizes.data_ptr(), here.stream, M=R, stride_y_m=columns + 8, **addresses)
+        rows = torch.cat([first[e] + torch.arange(n) for e, n in enumerate(_COUNTS.tolist())])
+        x, scale = torch.full((R, K), 0x7F, dtype=torch.uint8), _full(R, groups, value=float("nan"))  # NaN in both
+        x[rows], scale[rows] = codes.view(torch.uint8), factor
+        words: dict[str, Any] = {"x": here.put(x), "x_scale": here.put(scale if layout is padded else scale.T)}
+        words |= layout | gemm.words_of(on.w, launch)
+        placed = _launched(variant, here, launch, R, columns + 8, M=R, stride_y_m=columns + 8, **words)
         want = _full(R + 2, columns + 8)
-        want[1:-1, :columns][torch.arange(_USED, device="cpu") if packs else rows] = product
+        want[1:-1, :columns][torch.arange(_USED) if layout is packed else rows] = product
         yield what, placed, want, _most(variant.dtype)
+
+
+def _strides(by_row: int, by_group: int, by_expert: int = 0) -> dict[str, int]:
+    """The numbers of a launch for the strides of x's scales."""
+    return {"stride_scale_m": by_row, "stride_scale_k": by_group, "stride_scale_e": by_expert}
 
 
 def _weight(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
@@ -388,36 +382,23 @@ class _RowKernel:
 
     def __init__(self, variant: Variant, function: cuda.Function, op: RowOp, place: TrialPlace) -> None:
         self._launch, self._place, self._aligned = RowOpLauncher(variant, function, op), place, variant.alignment > 1
+        self.wait, self.words = place.wait, place.put  # words of a fixed dtype are always aligned to themselves
         self.op, self.kind, self.block, self.draw = op, variant.dtype, self._launch.block, _Draw()
         self.columns = 264 if self._aligned else 131  # of a row: no whole block of them
         self.dtype, self.most = _TORCH[variant.dtype], _most(variant.dtype)
         self.order = _Draw().order(_SLOTS)
         self.tokens = self.order.long() // _TOP_K  # the row of x of each sorted slot
-        used = self.words(torch.tensor([_HAVE], dtype=torch.int32, device="cpu"))
-        self._shared: dict[str, Any] = {
-            "M": _SLOTS,
-            "columns": self.columns,
-            "top_k": _TOP_K,
-            "index_step": 1,
-            "m_sizes_step": 1,
-        }
-        self._shared |= {"ids_step": 1, "used": used, "index": self.words(self.order)}
+        used = self.words(torch.tensor([_HAVE], dtype=torch.int32))
+        self._shared: dict[str, Any] = dict.fromkeys(("index_step", "m_sizes_step", "ids_step"), 1)
+        self._shared |= {"M": _SLOTS, "columns": self.columns, "top_k": _TOP_K}
+        self._shared |= {"used": used, "index": self.words(self.order)}
 
     def run(self, rows: int, /, **words: torch.Tensor | int) -> None:
         self._launch(rows, self._place.stream, _addresses(self._shared | words))
 
-    def words(self, host: torch.Tensor) -> torch.Tensor:
-        """A copy on the GPU of words of a fixed dtype, which are always aligned to themselves."""
-        return self._place.put(host)
-
     def rows(self, host: torch.Tensor) -> torch.Tensor:
         """A copy on the GPU in the kernel's dtype, as badly aligned as the kernel allows."""
         return self._place.put(host.to(self.dtype), aligned=self._aligned)
-
-    def host(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The values of these tensors after the launches."""
-        self._place.wait()
-        return tuple(tensor.cpu() for tensor in tensors)
 
     def results(self, columns: int) -> torch.Tensor:
         """Memory for a row of each slot, and a row behind them."""
@@ -437,10 +418,10 @@ def _gather(on: _RowKernel) -> _Checks:
     want = _of_experts(x.cpu().float()[on.tokens])
     on.run(_FEW, x=x, out=(out := on.results(on.columns)), flags=rowops.USED)
     yield "out", out, want, on.most
-    looks, notes = -(-_SLOTS // rowops.NOTED_ROWS), on.words(torch.zeros(1 + _SLOTS, dtype=torch.int32, device="cpu"))
+    looks, notes = -(-_SLOTS // rowops.NOTED_ROWS), on.words(torch.zeros(1 + _SLOTS, dtype=torch.int32))
     on.run(looks, x=x, out=notes, top_k=_SLOTS, flags=rowops.USED | rowops.NOTES)
     noted = _full(1 + _SLOTS, value=_ANY)
-    noted[0], noted[1 + on.order[:_HAVE].long()] = _HAVE, torch.arange(_HAVE, dtype=torch.float32, device="cpu")
+    noted[0], noted[1 + on.order[:_HAVE].long()] = _HAVE, torch.arange(_HAVE, dtype=torch.float32)
     yield "where the rows go is noted wrongly: ", notes, noted, 0.0  # the next launch stores by them
     on.run(_T + looks, x=x, used=notes, out=(out := on.results(on.columns)), flags=rowops.BY_TOKEN)
     yield "out", out, want, on.most
@@ -477,7 +458,7 @@ def _activation_grad(on: _RowKernel) -> _Checks:
         on.run(_FEW, h=h, da=da, row_weights=on.words(scale), flags=flags, **results, **act.words)
         grad, t = da.cpu().float(), scale[flat][:, None]
         activated, slopes = _with_slopes(h.cpu().double(), grad * t, act, gated, interleaved)
-        dots = torch.zeros(_SLOTS, dtype=torch.float32, device="cpu")
+        dots = torch.zeros(_SLOTS, dtype=torch.float32)
         dots[flat[:_HAVE]] = (activated * grad).sum(1)[:_HAVE]
         wanted = {"dh": _of_experts(slopes), "a": _of_experts(activated * t), "dweights": dots}
         for name, want in wanted.items():
@@ -487,7 +468,7 @@ def _activation_grad(on: _RowKernel) -> _Checks:
 def _with_slopes(h: torch.Tensor, da: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """act(h) and act'(h) * da in float32, of float64. The slopes are differences: a child of fork has no autograd."""
     _, gated, interleaved = how
-    columns = torch.arange(h.shape[1], device="cpu")
+    columns = torch.arange(h.shape[1])
     gates = columns % 2 == 0 if interleaved else columns < h.shape[1] // (1 + gated)
     dh = torch.zeros_like(h)
     for part in (gates, ~gates)[: 1 + gated]:
@@ -513,13 +494,13 @@ def _combine(on: _RowKernel) -> _Checks:
 def _place_rows(on: _RowKernel) -> _Checks:
     """The rows of experts that lie apart, at starts of their own and at steps of ``room``."""
     M, room, E = 3 * on.block + 7, on.block + 2, 4
-    sizes = torch.tensor([room + 5, 0, 3, -1], dtype=torch.int64, device="cpu")
-    own = torch.tensor([2 * on.block, 1, M - 2, 0], dtype=torch.int64, device="cpu")
-    for first, steps in ((torch.arange(E, device="cpu") * room, False), (own, True)):
+    sizes = torch.tensor([room + 5, 0, 3, -1], dtype=torch.int64)
+    own = torch.tensor([2 * on.block, 1, M - 2, 0], dtype=torch.int64)
+    for first, steps in ((torch.arange(E) * room, False), (own, True)):
         most = M if steps else room
         counts = sizes.clamp(0, most).minimum((M - first).clamp(min=0))
         bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        rows = [torch.arange(a, a + n, device="cpu") for a, n in zip(first.tolist(), counts.tolist(), strict=True)]
+        rows = [torch.arange(a, a + n) for a, n in zip(first.tolist(), counts.tolist(), strict=True)]
         wanted = {"index": torch.cat([*rows, counts.new_zeros(M - int(bounds[E]))]), "counts": counts, "bounds": bounds}
         results = {name: _numbers(on, len(want)) for name, want in wanted.items()}
         m_sizes, starts = on.words(sizes.to(torch.int32) if steps else sizes), on.words(first) if steps else 0
@@ -542,7 +523,7 @@ def _sort_slots(on: _RowKernel) -> _Checks:
         expert = torch.where((slots >= 0) & (slots < E), slots, E).long()
         order, sizes = expert.argsort(stable=True), expert.bincount(minlength=E + 1)[:E]
         place = torch.empty_like(order)
-        place[order] = torch.arange(M, dtype=torch.int64, device="cpu")
+        place[order] = torch.arange(M, dtype=torch.int64)
         place = torch.where(place < sizes.sum(), place, -1)
         bounds = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         wanted = {"order": order, "m_sizes": sizes, "bounds": bounds, "places": place, "experts": expert}
@@ -563,14 +544,14 @@ def _sort_slots(on: _RowKernel) -> _Checks:
 def _clear(on: _RowKernel) -> _Checks:
     """Rows of y that no index names become zero, the others stay."""
     C, M, rows, E = 264, 300, 200, 3
-    counts = torch.tensor([200, 0, 60], dtype=torch.int32, device="cpu")
+    counts = torch.tensor([200, 0, 60], dtype=torch.int32)
     names, host = on.draw.integers(-2, rows // 2, M), on.draw.normal(rows + 1, C)
-    y, marks = on.words(host), on.words(torch.zeros(rows, dtype=torch.int8, device="cpu"))
+    y, marks = on.words(host), on.words(torch.zeros(rows, dtype=torch.int8))
     run = partial(on.run, y=y, index=on.words(names), m_sizes=on.words(counts), named=marks, index_end=rows)
     run(-(-M // on.block), M=M, rows=rows, columns=C, E=E, flags=rowops.NAMES)
     run(-(-rows // rowops.CLEARED_ROWS), M=M, rows=rows, columns=C, E=E, flags=0)
     named = names[: int(counts.sum())]
-    stays = torch.zeros(rows + 1, dtype=torch.bool, device="cpu")
+    stays = torch.zeros(rows + 1, dtype=torch.bool)
     stays[named[named >= 0].long()] = True
     stays[rows] = True
     yield "y", y, torch.where(stays[:, None], host, 0.0), 0.0
@@ -581,14 +562,14 @@ def _codes(on: _RowKernel, columns: int, scale: Scale) -> dict[str, torch.Tensor
     shape = (columns // scale.columns, scale_columns(_SLOTS)) if scale.columns else (_SLOTS,)
     return {
         "codes": on.words(_full(_SLOTS, columns, dtype=torch.uint8, value=7)),
-        "scale": on.words(torch.zeros(*shape, dtype=torch.float32, device="cpu")),
+        "scale": on.words(torch.zeros(*shape, dtype=torch.float32)),
     }
 
 
 def _codes_are(on: _RowKernel, what: str, results: dict[str, torch.Tensor], rows: torch.Tensor, of_x: Scale) -> _Checks:
     """Checks that results are codes and scales of ``rows``, and nothing behind them."""
-    codes, scale = on.host(results["codes"], results["scale"])
-    these, M = slice(0, len(rows)), len(rows)
+    on.wait()
+    codes, scale, these, M = results["codes"].cpu(), results["scale"].cpu(), slice(0, len(rows)), len(rows)
     got = values_of_rows(codes[:M].view(torch.float8_e4m3fn), scale, these)
     yield f"{what}codes", got, values_of_rows(*codes_of_rows(rows, of_x), these), _QUANTISED
     yield f"{what}codes of rows of no expert: ", codes[M:], _full(_SLOTS - M, codes.shape[1], value=7), 0.0
@@ -599,7 +580,7 @@ def _quantize(on: _RowKernel, of_x: Scale) -> _Checks:
     """Codes and scales of rows that an index picks."""
     C = 256 if of_x.columns else 320
     x, results = on.rows(on.draw.normal(_T, C)), _codes(on, C, of_x)
-    used = on.words(torch.tensor([_SLOTS], dtype=torch.int32, device="cpu"))
+    used = on.words(torch.tensor([_SLOTS], dtype=torch.int32))
     on.run(_FEW, x=x, used=used, columns=C, flags=rowops.USED | rowops.PICKED, **results)
     yield from _codes_are(on, "", results, x.cpu()[on.tokens], of_x)
 
@@ -615,28 +596,22 @@ def _activation_codes(on: _RowKernel, of_x: Scale) -> _Checks:
 
 
 def _order_codes(on: _RowKernel) -> _Checks:
-    """Codes and scales that an index picks, as they arrive, byte for byte."""
-    C, groups, picked = 320, 5, on.tokens[:_HAVE]
+    """Codes and scales that an index picks, as they arrive, byte for byte: scales by row, by column, and padded."""
+    C, groups, picked, room = 320, 5, on.tokens[:_HAVE], _T // 4
     host, scales = on.draw.integers(0, 256, _T, C).to(torch.uint8), on.draw.normal(_T, groups)
-    x = on.words(host)
-    want = host[picked].view(_HAVE, -1, 64)[..., torch.tensor(K_ORDER, device="cpu")].view(_HAVE, C)
-    factors = _full(groups, scale_columns(_SLOTS))
+    want, factors = _full(_SLOTS, C, dtype=torch.uint8, value=7), _full(groups, scale_columns(_SLOTS))
+    want[:_HAVE] = host[picked].view(_HAVE, -1, 64)[..., torch.tensor(K_ORDER)].view(_HAVE, C)
     factors[:, :_HAVE] = scales[picked].T
-    a_quarter = _T // 4
-    for room, apart, by_row, by_group in (
-        (rowops.ANY_ROWS, 0, groups, 1),
-        (rowops.ANY_ROWS, 0, 1, _T),
-        (a_quarter, a_quarter * groups, 1, a_quarter),
+    for x_scale, rows, strides in (
+        (scales, rowops.ANY_ROWS, _strides(groups, 1)),
+        (scales.T, rowops.ANY_ROWS, _strides(1, _T)),
+        (scales.view(-1, room, groups).mT, room, _strides(1, room, room * groups)),
     ):
-        rows = torch.arange(_T, device="cpu")[:, None]
-        at = rows // room * apart + rows % room * by_row + torch.arange(groups, device="cpu") * by_group
-        x_scale = on.words(torch.empty_like(scales).view(-1).scatter_(0, at.view(-1), scales.view(-1)))
-        codes = on.words(_full(_SLOTS, C, dtype=torch.uint8, value=7))
-        scale = on.words(_full(*factors.shape))
-        strides = {"stride_scale_m": by_row, "stride_scale_k": by_group, "stride_scale_e": apart, "room": room}
-        words: dict[str, Any] = {"x_codes": x, "x_scale": x_scale, "codes": codes, "scale": scale, **strides}
-        on.run(_FEW, columns=C, groups=groups, flags=rowops.USED | rowops.PICKED, **words)
-        yield "codes", codes, torch.cat([want, _full(_SLOTS - _HAVE, C, dtype=torch.uint8, value=7)]), 0.0
+        codes, scale = on.words(_full(_SLOTS, C, dtype=torch.uint8, value=7)), on.words(_full(*factors.shape))
+        words = {"x_codes": on.words(host), "x_scale": on.words(x_scale), "codes": codes, "scale": scale}
+        numbers = {"columns": C, "groups": groups, "room": rows, "flags": rowops.USED | rowops.PICKED}
+        on.run(_FEW, **words, **numbers, **strides)
+        yield "codes", codes, want, 0.0
         yield "scales", scale, factors, 0.0
 
 
@@ -648,29 +623,28 @@ _FLOATS = {torch.bfloat16: 0, torch.float16: rowops.FP16_WEIGHTS, torch.float32:
 _LAYOUTS = {"": 0, "prepared ": rowops.PREPARED}
 
 
-def _w(dtype: torch.dtype) -> torch.Tensor:
-    """w [E, N, K] on the host: small numbers, and half of an expert numbers that are between two codes."""
+def _w(dtype: torch.dtype, columns: int = K) -> torch.Tensor:
+    """w [E, N, columns] on the host: small numbers, and half of an expert numbers that are between two codes."""
     draw = _Draw()
-    w = draw.normal(*_W) * 0.05
-    w[0, : N // 2] = draw.integers(-96, 97, N // 2, K) / 16
+    w = draw.normal(E, N, columns) * 0.05
+    w[0, : N // 2] = draw.integers(-96, 97, N // 2, columns) / 16
     w[1, :, :64] = 0
     return w.to(dtype)
 
 
-def _quantised(format: str, w: torch.Tensor, *, prepared: bool) -> Quantised:
-    """w in a format, as torch quantises it."""
-    order = ORDERS[format]
-    moves = (order.prepared, order.prepared_scale, order.prepared_zero, None) if prepared else (None,) * 4
+def _quantised(on: _RowKernel) -> Iterator[tuple[str, int, torch.Tensor, ExpertWeights]]:
+    """Each layout of codes, in words and as flags, with w of each dtype, and with what torch quantises it to."""
+    scale = on.kind.precision.w.scale
+    whole = scale is not None and scale.columns == 2 * 64  # which prepared weights have
+    for (dtype, flag), (layout, prepared) in itertools.product(_FLOATS.items(), _LAYOUTS.items()):
+        w = _w(dtype, 2 * K if prepared and whole else K)
+        weights = ExpertWeights.quantize(w, on.kind.value)
+        yield f"{layout}{{}} of {dtype}", flag | prepared, w, weights.prepare() if prepared else weights
 
-    def moved(of_expert: torch.Tensor) -> list[torch.Tensor | None]:
-        parts = zip(quantise(format, of_expert), moves, strict=True)
-        return [part if part is None or move is None else move(part) for part, move in parts]
 
-    def stacked(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        tensors = [part[None] for part in parts if part is not None]
-        return cat(tensors, 0) if tensors else None
-
-    return Quantised(*map(stacked, zip(*map(moved, w), strict=True)))  # type: ignore[arg-type]
+def _run(on: _RowKernel, w: torch.Tensor, flags: int, /, **words: torch.Tensor | int) -> None:
+    numbers = {"columns": w.shape[2], "step_expert": w.stride(0), "step_row": w.stride(1)}
+    on.run(rowops.tiles(rowops.RowOpSpec(on.op, on.kind), *w.shape), M=N, flags=flags, **numbers, **words)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -687,40 +661,30 @@ def _bits(what: str, got: torch.Tensor, want: torch.Tensor) -> _Check:
     return f"{what}: byte ", got, torch.cat([_raw(want), _AFTER]), 0.0
 
 
-def _beside(on: _RowKernel, weights: Quantised, put: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """The tensors of weights by the kernels' names, each put on the GPU; nvfp4's outer scales are given."""
-    tensors = zip(("words", "scales", "zeros"), weights[:3], strict=True)
-    outer = 0 if weights.global_scale is None else on.words(weights.global_scale)
-    return {"outer": outer} | {name: 0 if tensor is None else put(tensor) for name, tensor in tensors}
-
-
-def _tiles(on: _RowKernel) -> int:
-    return rowops.tiles(rowops.RowOpSpec(on.op, on.kind), *_W)
+def _tensors(weights: ExpertWeights) -> dict[str, torch.Tensor]:
+    """The tensors that weights have, by the kernels' names."""
+    names = {"codes": "words", "scale": "scales", "zero": "zeros", "global_scale": "outer"}
+    return {names[name]: tensor for name, tensor in weights.tensors().items()}
 
 
 def _quantize_weights(on: _RowKernel) -> _Checks:
-    """Codes and scales of w in both layouts, of each dtype."""
-    for (dtype, flag), (layout, prepared) in itertools.product(_FLOATS.items(), _LAYOUTS.items()):
-        w = _w(dtype)
-        want = _quantised(on.kind.value, w, prepared=bool(prepared))
-        into = _beside(on, want, partial(_room, on))
-        numbers = {"M": N, "columns": K, "step_expert": N * K, "step_row": K}
-        on.run(_tiles(on), w=on.words(w), flags=flag | prepared, **into, **numbers)
-        for name, tensor in zip(("words", "scales", "zeros"), want[:3], strict=True):
-            if tensor is not None:
-                yield _bits(f"{layout}{name} of {dtype}", into[name], tensor)
+    """Codes and scales of w in both layouts, of each dtype; nvfp4's outer scales are an operand."""
+    for what, flags, w, weights in _quantised(on):
+        wanted = _tensors(weights)
+        words: dict[str, Any] = {"zeros": 0, "outer": 0, "w": on.words(w)}
+        words |= {name: on.words(want) if name == "outer" else _room(on, want) for name, want in wanted.items()}
+        _run(on, w, flags, **words)
+        for name in filter("outer".__ne__, wanted):
+            yield _bits(what.format(name), words[name], wanted[name])
 
 
 def _dequantize_weights(on: _RowKernel) -> _Checks:
     """w of codes and scales in both layouts, in each dtype."""
-    format, w = on.kind.value, _w(torch.float32)
-    experts = torch.stack([values(format, quantise(format, of_expert)) for of_expert in w])
-    for (dtype, flag), (layout, prepared) in itertools.product(_FLOATS.items(), _LAYOUTS.items()):
-        weights = _quantised(format, w, prepared=bool(prepared))
-        want = experts.to(dtype)
-        tensors = _beside(on, weights, lambda tensor: on.words(_raw(tensor)))
-        on.run(_tiles(on), w=(result := _room(on, want)), M=N, columns=K, flags=flag | prepared, **tensors)
-        yield _bits(f"w in {dtype} of {layout}codes", result, want)
+    for what, flags, w, weights in _quantised(on):
+        words: dict[str, Any] = {"zeros": 0, "outer": 0, "w": (result := _room(on, w))}
+        words |= {name: on.words(_raw(tensor)) for name, tensor in _tensors(weights).items()}
+        _run(on, w, flags, **words)
+        yield _bits(what.format("codes' w"), result, weights.dequantize(w.dtype))
 
 
 def _move_codes(on: _RowKernel) -> _Checks:
@@ -729,13 +693,13 @@ def _move_codes(on: _RowKernel) -> _Checks:
     _raw(stored).copy_(on.draw.integers(0, 256, _raw(stored).numel()))
     _raw(stored[1:]).bitwise_and_(0xBF)
     words = torch.stack([ORDERS[on.kind.value].prepared(codes) for codes in stored])
-    nan = (torch.arange(_tiles(on), device="cpu") < _tiles(on) // E).int()
+    tiles = rowops.tiles(rowops.RowOpSpec(on.op, on.kind), *_W)
+    nan = (torch.arange(tiles) < tiles // E).int()
     looks = rowops.LOOKS if stored.dtype is torch.float8_e4m3fn else 0
     for name, want, source, flags in (("words", words, stored, looks), ("stored", stored, words, rowops.BACK)):
         other = "stored" if name == "words" else "words"
         result, most = _room(on, want), _room(on, nan)
-        arguments = {name: result, other: on.words(_raw(source)), "most": most}
-        on.run(_tiles(on), M=N, columns=K, flags=flags, **arguments)
+        on.run(tiles, M=N, columns=K, flags=flags, **{name: result, other: on.words(_raw(source)), "most": most})
         yield _bits(name, result, want)
         if flags == rowops.LOOKS:
             yield _bits("tiles with NaN", most, nan)
@@ -748,8 +712,7 @@ def _largest_weight(on: _RowKernel) -> _Checks:
         w = _w(dtype)
         w[1, 77, 5], w[1, 9, K - 1] = float("-inf"), float("nan")
         want = (w.float().view(torch.int32) & 0x7FFFFFFF).view(E * N // rows, -1).amax(1).clamp_(max=0x7F800001)
-        numbers = {"M": N, "columns": K, "step_expert": N * K, "step_row": K}
-        on.run(_tiles(on), w=on.words(w), most=(most := _room(on, want)), flags=flag, **numbers)
+        _run(on, w, flag, w=on.words(w), most=(most := _room(on, want)))
         yield _bits(f"most of {dtype}", most, want)
 
 
