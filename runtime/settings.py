@@ -1,14 +1,18 @@
-"""The environment variables, read once, at first use. No variable switches off a check of where code comes from."""
+"""The environment variables, read once, at first use; and the process's locks.
+
+No variable switches off a check of where code comes from.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ..artifacts.tuples import NamedTuple
-from .locks import lock
 
 BATCH_INVARIANT = "PRETUNED_BATCH_INVARIANT"
 BUNDLES = "PRETUNED_BUNDLES"
@@ -22,6 +26,27 @@ _QUANTIZE_X = "quantize_x"  # what PRETUNED_BATCH_INVARIANT can be beside 1
 
 _log = logging.getLogger(__name__)
 _settings: Settings | None = None
+_locks: dict[str, AbstractContextManager[object]] = {}
+
+
+def lock(name: str) -> AbstractContextManager[object]:
+    """The process's lock of this name, which its holder may take again; a child of ``fork`` has one of its own.
+
+    Ask for it each time: a lock that is kept is the parent's. What it guards has to be whole after every single step.
+    Python's own locks of modules that are being imported are not like this: a process that forks while another of its
+    threads is in its first call may leave a child that waits for good (docs/runtime/runtime.md says what to do).
+    """
+    return _locks.get(name) or _locks.setdefault(name, threading.RLock())
+
+
+def at_fork(in_child: Callable[[], object]) -> None:
+    """Have a child of ``fork`` call this first, where there is such a thing: Windows forks nothing."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=in_child)
+
+
+# (Locks are forgotten, not released: where the child's own thread holds one, it releases the very lock that it took.)
+at_fork(_locks.clear)
 
 
 class Invariance(NamedTuple):

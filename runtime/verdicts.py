@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ..artifacts.errors import HostError, LockBusy
 from ..artifacts.tuples import NamedTuple
 from . import hooks
-from .locks import lock
-from .settings import settings
+from .settings import lock, settings
 
 if TYPE_CHECKING:
     from ..artifacts.records import Gpu, LocalGpu, Variant

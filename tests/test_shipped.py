@@ -40,9 +40,8 @@ from pretuned.kernels.plans import with_plans
 from pretuned.kernels.registry import ENTRIES, entry_of
 from pretuned.kernels.rowops import RowOpSpec, weight_specs
 from pretuned.kernels.spec import Schedule, Spec
-from pretuned.runtime.dispatch.decide import Decision, decide
+from pretuned.runtime.dispatch.decide import Decision, Origin, decide
 from pretuned.runtime.dispatch.places import Kind, Place, candidates_file, candidates_name
-from pretuned.runtime.dispatch.ranking import Origin
 from pretuned.runtime.dispatch.snapshot import Snapshot
 
 FOLDER = Path(__file__).parents[1] / "artifacts" / "bundles"

@@ -20,8 +20,8 @@ from ...kernels.chips import Chip, chip_for
 from ...kernels.cost import Resources
 from ...kernels.cost_model import Ranker
 from ...kernels.entry import has_aligned_rows
+from ...runtime.dispatch.decide import torch_runs
 from ...runtime.dispatch.neighbours import Neighbourhood, blended
-from ...runtime.dispatch.ranking import torch_runs
 from ...runtime.dispatch.snapshot import Rejected
 from ..compile.triton import Compiled
 from ..journal.timings import CellTimes, Timings, cell_of

@@ -22,10 +22,9 @@ from ...kernels.chips import chip_for
 from ...kernels.entry import LAUNCH_ABI, has_aligned_rows
 from ...kernels.registry import unlaunchable
 from ...runtime import settings
-from ...runtime.dispatch.decide import Decision, settle
+from ...runtime.dispatch.decide import Decision, settle, why_not
 from ...runtime.dispatch.neighbours import Neighbourhood
 from ...runtime.dispatch.places import Kind
-from ...runtime.dispatch.ranking import why_not
 from ...runtime.dispatch.snapshot import Rejected, Snapshot, Usable, View, take
 from ..bundle.merge import merge
 from ..compile.triton import Compiled

@@ -55,7 +55,6 @@ from ...artifacts.records import (
 from ...kernels.entry import LAUNCH_ABI, READS_ABI
 from ...kernels.registry import ENTRIES
 from ...kernels.spec import Config
-from ...runtime import locks
 from ...runtime.config_cache import ConfigCache
 from ...runtime.dispatch import snapshot as dispatch_snapshot
 from ...runtime.dispatch.decide import Decision, Miss, decide, settle
@@ -66,6 +65,7 @@ from ...runtime.dispatch.snapshot import Rejected, Usable
 from ...runtime.driver.device import capturing, local_gpu
 from ...runtime.hooks import reload
 from ...runtime.inspect.query import suits
+from ...runtime.settings import lock as process_lock
 from ...runtime.settings import settings
 from ..bundle.assemble import BundleChoice, Provenance, VariantTable, assemble, is_fallback
 from ..bundle.merge import merge
@@ -364,7 +364,7 @@ class OnDemand:
 
     def configs(self, key: CacheKey, device: int, *, force: bool) -> Configs:
         """The configs of a layer; see ``get_or_autotune_moe_kernels``."""
-        with locks.lock("tuning on demand"):
+        with process_lock("tuning on demand"):
             cached = None if force else self.load(key)
             if cached is not None:
                 return cached
@@ -399,7 +399,7 @@ class OnDemand:
 
     def clear(self) -> None:
         """Forget everything tuned on demand, in memory and (unless PRETUNED_DISABLE_AUTOTUNE=1) in the overlay."""
-        with locks.lock("tuning on demand"):
+        with process_lock("tuning on demand"):
             self._kept.clear(files=True)
             self._tried.clear()
             self._settled.clear()
@@ -419,7 +419,7 @@ class OnDemand:
             return
         if capturing():
             return
-        with locks.lock("tuning on demand"):
+        with process_lock("tuning on demand"):
             first = problems[0]
             model = Model(f"E{first.E}-N{first.N}-K{first.K}", 1, 1, 1, first.dtype, problems)
             planned = BuildPlan(dict.fromkeys(problems, (bucket_of(M),)), (model,))

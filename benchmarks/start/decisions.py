@@ -28,9 +28,8 @@ from typing import Any
 from pretuned.artifacts.records import Fusion, Gpu, LocalGpu, Op, Problem, dtypes_of
 from pretuned.kernels.chips import CHIPS
 from pretuned.runtime.dispatch import decide, plans, rowops
-from pretuned.runtime.dispatch.decide import Decision
+from pretuned.runtime.dispatch.decide import Candidate, Decision
 from pretuned.runtime.dispatch.places import Kind, Place
-from pretuned.runtime.dispatch.ranking import Candidate
 from pretuned.runtime.dispatch.snapshot import Snapshot
 
 FOLDER = Path(__file__).resolve().parents[2] / "artifacts" / "bundles"

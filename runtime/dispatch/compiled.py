@@ -13,7 +13,7 @@ from ...artifacts.errors import BundleError, CompileError, HostError
 from ...artifacts.records import DType, Fusion, Layout, LocalGpu, Op, Problem
 from ...kernels.spec import MAX_EXPERTS
 from .. import hooks
-from ..locks import lock
+from ..settings import lock
 
 _log = logging.getLogger(__name__)
 # By what one compilation serves; a failure is kept as its reason, so that it is not tried again.

@@ -137,7 +137,7 @@ def _configs(
     snapshot: Snapshot, problem: Problem, local: LocalGpu, aligned: bool
 ) -> Iterator[tuple[Config, Usable, int]]:
     from ...kernels.spec import Config
-    from .ranking import in_order, why_not
+    from .decide import in_order, why_not
 
     for usable in snapshot.having(problem, local):
         for index, variant in snapshot.variants(usable.bundle, problem):

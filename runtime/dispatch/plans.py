@@ -16,8 +16,7 @@ from ...kernels.registry import has_code
 from ...kernels.rowops import CODE_OPS, dtype_of
 from ...kernels.spec import code_of, takes_codes_of_x
 from . import rowops
-from .decide import Decision, settle
-from .ranking import Candidate, Match, in_order, why_not
+from .decide import Candidate, Decision, Match, in_order, settle, why_not
 from .snapshot import Rejected, Snapshot, Usable
 
 

@@ -15,8 +15,7 @@ from ...artifacts.limits import printable
 from ...artifacts.records import Fusion, Problem
 from ...artifacts.tuples import NamedTuple
 from .. import hooks, verdicts
-from ..locks import lock
-from ..settings import TRUSTED_KEYS, Invariance, Settings, settings
+from ..settings import TRUSTED_KEYS, Invariance, Settings, lock, settings
 from .places import Found, Kind, Place, candidates, installed_places, places, scan, unusable
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ class Snapshot:
     its own, ``launchers`` of products, ``passes`` of row kernels, and ``plans``, the table of repeated calls.
     ``put_off`` counts how often an untested kernel was not used for now, in a graph capture: decisions made meanwhile
     are not cached.
-    With ``invariance`` decisions are such that a row's bits do not depend on its batch (``ranking.py``).
+    With ``invariance`` decisions are such that a row's bits do not depend on its batch (``decide.py``).
     A child of ``fork`` goes on with its parent's.
     """
 

@@ -10,7 +10,7 @@ import threading
 
 import torch
 
-from ..locks import lock
+from ..settings import lock
 from . import cuda
 
 _BLOCK_WORDS = 16384  # 64 KiB of device memory at a time

@@ -36,18 +36,25 @@ from ..check.call import MAX_RANK
 from ..dispatch import compiled, plans
 from ..dispatch import snapshot as bundles
 from ..dispatch.decide import (
+    Candidate,
     Decision,
+    Match,
+    Origin,
+    chosen,
+    idles,
     in_place,
     miss_reason,
+    modelled,
     reason,
     settle,
+    summed,
     whole_columns,
+    why_not,
     with_low_part,
     with_wide_rows,
 )
 from ..dispatch.hints import build_line, remedy
 from ..dispatch.plans import Planned
-from ..dispatch.ranking import Candidate, Match, Origin, chosen, idles, modelled, summed, why_not
 from ..dispatch.snapshot import Rejected, Snapshot, Usable, View
 from ..driver.device import current_device, local_gpu
 from .explanation import Explanation

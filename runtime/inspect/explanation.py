@@ -10,7 +10,7 @@ from ...artifacts.errors import TargetMismatch
 from ...artifacts.limits import printable
 from ...artifacts.records import Fusion, LocalGpu, Problem, bucket_of
 from ...kernels.entry import slow_rows
-from ..dispatch.ranking import Candidate, Match, Origin
+from ..dispatch.decide import Candidate, Match, Origin
 from ..dispatch.snapshot import Skipped
 
 _SHOWN = 8

@@ -20,16 +20,14 @@ from ...kernels.entry import has_aligned_rows
 from ...kernels.rowops import WEIGHT_OPS, dtype_of
 from ...kernels.spec import reads_in_place
 from ..dispatch import snapshot as dispatch_snapshot
-from ..dispatch.decide import forms_of, in_place
-from ..dispatch.ranking import by_tile, why_not
+from ..dispatch.decide import by_tile, forms_of, in_place, why_not
 from ..dispatch.rowops import ranked
 from ..dispatch.snapshot import Rejected, Snapshot, View
 from ..driver.device import current_device, local_gpu
 from ..launch.loader import load_decided, loaded, may_run
 from ..launch.ready import is_by_torch
-from ..locks import at_fork, lock
 from ..ops import layer  # noqa: F401 - most of what a first call imports: it is to be there, too
-from ..settings import settings
+from ..settings import at_fork, lock, settings
 from .query import dtype_of_weights, twins_in_fp16
 
 _ROWS = 1 << 20  # prepared for where nobody says: past it, decisions are those of the last bucket

@@ -17,8 +17,7 @@ from ..kernels.rowops import CODE_OPS
 from ..runtime import hooks
 from ..runtime.api.expert_weights import ExpertWeights
 from ..runtime.dispatch import snapshot as dispatch_snapshot
-from ..runtime.dispatch.decide import Decision, settle
-from ..runtime.dispatch.ranking import Match, Origin
+from ..runtime.dispatch.decide import Decision, Match, Origin, settle
 from ..runtime.driver.device import platform_name, platform_supported
 from ..runtime.inspect.preload import Preloaded, preload
 from ..runtime.ops.activation import RowActivation

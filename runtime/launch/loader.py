@@ -19,8 +19,7 @@ from ..dispatch.snapshot import Rejected, Snapshot, Usable
 from ..driver.cuda import CodeUnread, driver_version
 from ..driver.device import capturing, devices, local_gpu
 from ..driver.device import device as device_of
-from ..locks import lock
-from ..settings import settings
+from ..settings import lock, settings
 from .gemm import LoadedKernel, load_kernel
 
 if TYPE_CHECKING:

@@ -331,7 +331,7 @@ def _idles(kernel: LoadedKernel, problem: Problem, call: Rows) -> bool:
     """True if a launch would have many programs without work, if only the expected rows come."""
     if call.spread == 1:
         return False
-    from ..dispatch.ranking import idles  # here, as few calls say what they expect
+    from ..dispatch.decide import idles  # here, as few calls say what they expect
 
     return idles(kernel.variant, problem, call.M, call.bucket)
 

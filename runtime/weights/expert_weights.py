@@ -11,7 +11,7 @@ import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.records import PRECISIONS, DType, Precision, dtypes_of
-from ..locks import lock
+from ..settings import lock
 from .validate import (
     as_bytes,
     bad,

@@ -19,8 +19,8 @@ from pretuned.kernels.spec import Config, Spec
 from pretuned.runtime import explain, moe_mlp, reload, sort_routing
 from pretuned.runtime.check.call import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.dispatch.decide import why_not
 from pretuned.runtime.dispatch.plans import Planned
-from pretuned.runtime.dispatch.ranking import why_not
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.inspect.explain import fused_silu
 from pretuned.runtime.launch import ready

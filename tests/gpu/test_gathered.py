@@ -29,8 +29,8 @@ from pretuned.artifacts.records import (
 from pretuned.runtime import grouped_gemm, moe_mlp, reload, sort_routing
 from pretuned.runtime.check.call import Rows
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
+from pretuned.runtime.dispatch.decide import why_not
 from pretuned.runtime.dispatch.plans import Planned
-from pretuned.runtime.dispatch.ranking import why_not
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.launch import ready, rowops
 from pretuned.runtime.ops import products

@@ -19,7 +19,7 @@ from pretuned.artifacts.records import Fusion, Layout
 from pretuned.kernels import reference
 from pretuned.runtime import ExpertWeights, allow_jit, explain, grouped_gemm, reload
 from pretuned.runtime.dispatch import compiled, snapshot
-from pretuned.runtime.dispatch.ranking import Origin
+from pretuned.runtime.dispatch.decide import Origin
 from pretuned.runtime.driver.device import device
 from pretuned.runtime.launch.loader import loaded_count
 

@@ -16,7 +16,6 @@ PART = (
     "runtime/dispatch",
     "runtime/driver",
     "runtime/hooks.py",
-    "runtime/locks.py",
     "runtime/settings.py",
     "runtime/verdicts.py",
 )

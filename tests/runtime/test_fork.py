@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -21,14 +20,13 @@ import pretuned.runtime
 from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import BundleUnreadable
 from pretuned.artifacts.records import Problem
-from pretuned.runtime import explain, hooks, locks, preload, register_compiler, reload, settings
+from pretuned.runtime import explain, hooks, preload, register_compiler, reload, settings
 from pretuned.runtime.dispatch import compiled as dispatch_compiled
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.dispatch.decide import Decision, decide
-from pretuned.runtime.dispatch.ranking import Origin
+from pretuned.runtime.dispatch.decide import Decision, Origin, decide
 from pretuned.runtime.driver import counters
 from pretuned.runtime.launch import loader
-from pretuned.runtime.locks import lock
+from pretuned.runtime.settings import lock
 
 SECONDS = 30  # that a child may take: a lock that nobody lets go is waited for without an end
 
@@ -235,13 +233,14 @@ def test_a_child_lets_go_what_its_own_thread_holds() -> None:
 
 def test_a_system_that_forks_nothing_has_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "register_at_fork")
-    with runpy.run_path(locks.__file__)["lock"]("compiling"):
+    settings.at_fork(lambda: None)
+    with settings.lock("compiling"):
         pass
 
 
 def test_no_module_makes_a_lock_of_its_own() -> None:
     package = Path(pretuned.runtime.__file__ or "").parent
-    assert [one.name for one in sorted(package.glob("*.py")) if "Lock(" in one.read_text()] == ["locks.py"]
+    assert [one.name for one in sorted(package.glob("*.py")) if "Lock(" in one.read_text()] == ["settings.py"]
 
 
 PROGRAM = """

@@ -32,10 +32,9 @@ from ...runtime.dispatch import snapshot as dispatch_snapshot
 from ...runtime.driver.device import capturing, local_gpu
 from ...runtime.inspect.preload import preload
 from ...runtime.launch.quantised import wants_order
-from ...runtime.locks import lock
 from ...runtime.ops.layer import FrozenWeights, Weights, weights_of
 from ...runtime.ops.low_rank import Lora
-from ...runtime.settings import settings
+from ...runtime.settings import lock, settings
 from ...runtime.weights.expert_weights import ExpertWeights
 from ..served_layer import expected_rows
 from .adapters import NAME, adds_to_codes, any_held, held_by

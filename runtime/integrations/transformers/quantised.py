@@ -18,7 +18,7 @@ import torch
 from ...runtime.api.expert_weights import ExpertWeights
 from ...runtime.check.tensors import bad
 from ...runtime.driver.device import capturing
-from ...runtime.locks import lock
+from ...runtime.settings import lock
 from ...runtime.weights.codes import E8M0
 from ...runtime.weights.expert_weights import checked, int4_format, scale_shape, synchronize, version_of
 from ...runtime.weights.packings import fp8_scale

@@ -36,9 +36,8 @@ from pretuned.kernels.cost import Resources
 from pretuned.kernels.cost_model import Ranker
 from pretuned.kernels.entry import has_aligned_rows
 from pretuned.kernels.spec import Config
-from pretuned.runtime.dispatch.decide import Decision, settle
+from pretuned.runtime.dispatch.decide import Candidate, Decision, Match, Origin, settle
 from pretuned.runtime.dispatch.places import Kind, Place, installed_places
-from pretuned.runtime.dispatch.ranking import Candidate, Match, Origin
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.inspect import explain
 

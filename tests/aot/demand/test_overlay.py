@@ -206,9 +206,8 @@ def test_writers_take_turns_and_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_an_entry_serves_dispatch(tmp_path: Path) -> None:
-    from pretuned.runtime.dispatch.decide import Decision, decide
+    from pretuned.runtime.dispatch.decide import Decision, Origin, decide
     from pretuned.runtime.dispatch.places import Kind, Place
-    from pretuned.runtime.dispatch.ranking import Origin
     from pretuned.runtime.dispatch.snapshot import Snapshot
 
     tuner.add(tmp_path, H200, fakemeasure.bundle(planned(8)))

@@ -17,7 +17,7 @@ from pretuned.artifacts.records import Choice, DType, Fusion, Op, Problem, RowOp
 from pretuned.kernels import rowops as contract
 from pretuned.kernels.spec import Config, Schedule, Spec
 from pretuned.runtime import Lora, explain, grouped_gemm, hooks, moe_mlp, reload, sort_routing
-from pretuned.runtime.dispatch import ranking
+from pretuned.runtime.dispatch import decide
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.launch import program
 
@@ -325,7 +325,7 @@ def test_the_hint_is_held_against_the_rows_of_the_index(device: Device) -> None:
 
 def test_few_rows_of_many_have_no_program_for_each_tile(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its launch would have a program for each tile of rows that may be there."""
-    monkeypatch.setattr(ranking, "MOST_IDLE", 16)
+    monkeypatch.setattr(decide, "MOST_IDLE", 16)
     publish(device, small=Config(16, 64, 64, 4, 2, schedule=Schedule.TILE))
 
     def schedules(call: Callable[..., list[torch.Tensor]], **how: Any) -> Config:

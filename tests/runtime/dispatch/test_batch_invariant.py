@@ -20,9 +20,17 @@ from pretuned.artifacts.records import DType, Fusion, Gpu, Layout, LocalGpu, Op,
 from pretuned.kernels.arch import supported
 from pretuned.kernels.spec import gemm_of
 from pretuned.runtime.dispatch import pin, plans
-from pretuned.runtime.dispatch.decide import Decision, decide, settle, with_low_part, with_wide_rows
+from pretuned.runtime.dispatch.decide import (
+    Candidate,
+    Decision,
+    decide,
+    order_of,
+    settle,
+    summed,
+    with_low_part,
+    with_wide_rows,
+)
 from pretuned.runtime.dispatch.places import Kind, Place
-from pretuned.runtime.dispatch.ranking import Candidate, order_of, summed
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.inspect.explain import examine, made_up_gpu
 from pretuned.runtime.settings import Invariance

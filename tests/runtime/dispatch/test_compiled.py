@@ -31,9 +31,8 @@ from pretuned.artifacts.errors import CompileError, InputError, ProblemNotInBund
 from pretuned.artifacts.records import DType, Problem
 from pretuned.runtime import allow_jit, hooks, register_compiler
 from pretuned.runtime.dispatch import compiled
-from pretuned.runtime.dispatch.decide import Decision, Miss, decide
+from pretuned.runtime.dispatch.decide import Decision, Match, Miss, Origin, decide
 from pretuned.runtime.dispatch.places import Kind
-from pretuned.runtime.dispatch.ranking import Match, Origin
 from pretuned.runtime.inspect.explain import examine
 
 HALF = PROBLEM._replace(dtype=DType.FP16)

@@ -58,10 +58,9 @@ from pretuned.kernels.entry import has_aligned_rows
 from pretuned.kernels.spec import Config, Loads, Schedule
 from pretuned.runtime import verdicts
 from pretuned.runtime.dispatch import decide as decide_module
-from pretuned.runtime.dispatch.decide import Decision, Miss, decide
+from pretuned.runtime.dispatch.decide import Decision, Match, Miss, Origin, chosen, decide, why_not
 from pretuned.runtime.dispatch.hints import build_line
 from pretuned.runtime.dispatch.places import Kind, Place
-from pretuned.runtime.dispatch.ranking import Match, Origin, chosen, why_not
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.inspect.explain import examine
 

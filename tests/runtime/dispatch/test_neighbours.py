@@ -36,10 +36,9 @@ from pretuned.artifacts.codec import encode
 from pretuned.artifacts.publishing import publish
 from pretuned.artifacts.records import Choice, Layout, LocalGpu, Op, Problem
 from pretuned.runtime import verdicts
-from pretuned.runtime.dispatch.decide import Decision, decide
+from pretuned.runtime.dispatch.decide import Decision, Match, Origin, decide
+from pretuned.runtime.dispatch.decide import modelled as by_model
 from pretuned.runtime.dispatch.neighbours import Neighbourhood
-from pretuned.runtime.dispatch.ranking import Match, Origin
-from pretuned.runtime.dispatch.ranking import modelled as by_model
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.inspect.explain import examine
 

@@ -16,10 +16,9 @@ from pretuned.kernels.chips import chip_named
 from pretuned.kernels.plans import least_activation_us
 from pretuned.kernels.spec import Config, Loads, Schedule
 from pretuned.runtime import allow_jit, register_compiler
-from pretuned.runtime.dispatch.decide import forms_of
+from pretuned.runtime.dispatch.decide import Match, Origin, forms_of
 from pretuned.runtime.dispatch.hints import build_line
 from pretuned.runtime.dispatch.plans import plain_of
-from pretuned.runtime.dispatch.ranking import Match, Origin
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.inspect.explain import Ruled, examine, fused_silu
 from pretuned.runtime.inspect.preload import cells_of

@@ -21,9 +21,8 @@ from pretuned.artifacts.packed import pack, unpack
 from pretuned.artifacts.records import DType, Fusion, Gpu, Layout, LocalGpu, Op, Problem
 from pretuned.kernels.spec import Config, Schedule
 from pretuned.runtime.dispatch import pin
-from pretuned.runtime.dispatch.decide import Decision, Miss, decide, with_low_part
+from pretuned.runtime.dispatch.decide import Decision, Match, Miss, Origin, _fits, decide, with_low_part
 from pretuned.runtime.dispatch.places import Kind, Place, candidates_name, installed_places
-from pretuned.runtime.dispatch.ranking import Match, Origin, _fits
 from pretuned.runtime.dispatch.snapshot import Snapshot, take
 from pretuned.runtime.inspect.explain import examine
 from pretuned.runtime.inspect.query import as_read

@@ -41,11 +41,10 @@ from pretuned.artifacts.errors import (
 )
 from pretuned.artifacts.locking import lock
 from pretuned.artifacts.records import DType, Gpu, LocalGpu, Op
-from pretuned.runtime import hooks, locks
+from pretuned.runtime import hooks, settings
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.dispatch.decide import Decision, decide
+from pretuned.runtime.dispatch.decide import Decision, Origin, chosen, decide
 from pretuned.runtime.dispatch.places import ENTRY_POINTS, Kind, Place, _entry_points, installed_places
-from pretuned.runtime.dispatch.ranking import Origin, chosen
 from pretuned.runtime.dispatch.snapshot import Snapshot, take
 from pretuned.runtime.settings import Settings
 
@@ -479,7 +478,7 @@ def test_what_this_process_made_is_kept_until_it_is_forgotten(clean_places: Path
 def test_another_thread_may_take_the_snapshot_first(clean_places: Path) -> None:
     assert hooks.snapshot is None
     with ThreadPoolExecutor(1) as pool:
-        with locks.lock("snapshot"):
+        with settings.lock("snapshot"):
             later = pool.submit(dispatch_snapshot.snapshot)
             assert wait([later], timeout=0.1).not_done
             first = dispatch_snapshot.snapshot()
@@ -525,13 +524,13 @@ import importlib, logging, os, sys, threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from made import ON_H200, PROBLEM
-from pretuned.runtime import locks
+from pretuned.runtime import settings
 from pretuned.runtime.dispatch import decide, places, snapshot
 
 folder = Path(sys.argv[1])
 sys.path.append(str(folder))
 ours, held, looked, importing = [], [], threading.Event(), threading.Event()
-real_lock, real_find = locks.lock, places.importlib.util.find_spec
+real_lock, real_find = settings.lock, places.importlib.util.find_spec
 
 class Held:
     def __init__(self, name):

@@ -20,8 +20,7 @@ from pretuned.kernels import arch
 from pretuned.kernels.search import candidates
 from pretuned.kernels.spec import Cache, Config, Edge, Loads, Schedule, TileRows
 from pretuned.runtime import ExpertWeights, explain, reload
-from pretuned.runtime.dispatch.decide import Decision, decide
-from pretuned.runtime.dispatch.ranking import Match
+from pretuned.runtime.dispatch.decide import Decision, Match, decide
 from pretuned.runtime.inspect.explain import examine, made_up_gpu
 from pretuned.runtime.inspect.query import of_numbers
 

@@ -24,8 +24,7 @@ from pretuned.artifacts.records import PLAIN_LAYOUTS, Choice, DType, Fusion, Lay
 from pretuned.kernels.spec import Spec, gemm_of
 from pretuned.runtime import explain, preload, reload
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
-from pretuned.runtime.dispatch.decide import Decision, Miss, decide
-from pretuned.runtime.dispatch.ranking import Match, Origin
+from pretuned.runtime.dispatch.decide import Decision, Match, Miss, Origin, decide
 from pretuned.runtime.inspect.explain import examine, made_up_gpu
 from pretuned.runtime.inspect.preload import cells_of, turned
 

@@ -16,7 +16,7 @@ from pretuned.artifacts.records import DType, Fusion, Gpu, LocalGpu, Op, Problem
 from pretuned.kernels.registry import clears, transposed
 from pretuned.kernels.spec import Config, Schedule
 from pretuned.runtime.dispatch import snapshot
-from pretuned.runtime.dispatch.ranking import modelled
+from pretuned.runtime.dispatch.decide import modelled
 from pretuned.runtime.driver.launcher import Launcher
 from pretuned.runtime.launch import gemm
 from pretuned.runtime.launch.gemm import LoadedKernel

@@ -16,7 +16,7 @@ from pretuned.kernels import rowops
 from pretuned.kernels.registry import unlaunchable
 from pretuned.runtime import ExpertWeights, reload, verdicts
 from pretuned.runtime.launch import weights as launch_weights
-from pretuned.runtime.locks import lock
+from pretuned.runtime.settings import lock
 
 E, N, K = 3, 128, 192
 FORMATS = [one.value for one in DType if one.quantised]
