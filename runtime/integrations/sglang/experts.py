@@ -38,9 +38,8 @@ from ...runtime.ops.activation import RowActivation
 from ...runtime.settings import settings
 from ...runtime.weights.expert_weights import ExpertWeights
 from ...runtime.weights.quantized_rows import QuantizedRows
-from ..plug_in import SGLANG as PLUG_IN
 from ..served_layer import ServedLayer, choose_invariantly, expected_rows, lacks, load, received_rows
-from . import NAME
+from . import NAME, PLUG_IN
 from .quantised import Experts, Packing, format_of, run_by, runs_by, watch
 
 _DEEP_GEMM, _DEEPEP_V2 = "deep_gemm", "deepep_v2"

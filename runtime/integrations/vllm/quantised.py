@@ -30,8 +30,8 @@ from ...runtime.ops.activation import RowActivation
 from ...runtime.weights.checkpoints import gptq_zeros
 from ...runtime.weights.expert_weights import ExpertWeights
 from ..loaded_format import A4, STATIC_X, LoadedFormat, int4_name, order_refusal
-from ..plug_in import VLLM as PLUG_IN
 from ..served_layer import pad_bias, prepared, widened
+from . import PLUG_IN
 from .experts import (
     ActivationNumbers,
     PretunedBatchedExperts,

@@ -25,7 +25,9 @@ def engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     monkeypatch.delenv("PRETUNED_ENGINE", raising=False)
     monkeypatch.setenv("_PRETUNED_ENGINE_LOGGED", "")
     caplog.set_level(logging.INFO, "an_engine")
-    return PlugIn("Engine", "an_engine", "PRETUNED_ENGINE", first=(2, 3, 1), last=(2, 5))
+    return PlugIn(
+        "Engine", "an_engine", "PRETUNED_ENGINE", first=(2, 3, 1), last=(2, 5), group="engine.plugins", listed="PLUGINS"
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,9 @@ def test_an_engine_s_other_processes_say_nothing(
     engine: PlugIn, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def child() -> list[str]:
-        one = PlugIn("Engine", "an_engine", "PRETUNED_ENGINE", first=(2,), last=(2,))
+        one = PlugIn(
+            "Engine", "an_engine", "PRETUNED_ENGINE", first=(2,), last=(2,), group="engine.plugins", listed="PLUGINS"
+        )
         lines: list[str] = []
         with monkeypatch.context() as patch:
             patch.setattr(multiprocessing, "parent_process", lambda: object())
