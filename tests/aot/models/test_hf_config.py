@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -80,6 +82,62 @@ MIXTRAL = ExpertLayer(8, 2, 4096, 14336)
 QWEN3_LAYER = ExpertLayer(128, 8, 2048, 768)
 DEEPSEEK_LAYER = ExpertLayer(256, 8, 7168, 2048, 2048)
 
+# model types (of a config, and of the text_config in it): fields -> E, k, H, I, and the width of shared experts.
+TABLE = """
+olmoe flex_olmo jamba: hidden_size=2048 intermediate_size=1024 num_experts=64 num_experts_per_tok=8 -> 64,8,2048,1024
+ernie4_5_moe: hidden_size=2560 intermediate_size=12288 moe_intermediate_size=1536 moe_num_experts=64 moe_k=6
+    moe_num_shared_experts=2 -> 64,6,2560,1536,3072
+hunyuan_v1_moe: hidden_size=4096 intermediate_size=3072 num_experts=64 moe_topk=[8,8,8]
+    moe_intermediate_size=[3072,3072,3072] num_shared_expert=[1,1,1] -> 64,8,4096,3072,3072
+hunyuan: hidden_size=6400 intermediate_size=18304 num_experts=16 moe_topk=1 moe_intermediate_size=null
+    num_shared_expert=1 -> 16,1,6400,18304,18304
+longcat_flash: hidden_size=6144 ffn_hidden_size=12288 expert_ffn_hidden_size=2048 n_routed_experts=512
+    zero_expert_num=256 moe_topk=12 -> 512,12,6144,2048
+gemma4/gemma4_text: hidden_size=2816 intermediate_size=2112 moe_intermediate_size=704 num_experts=128 top_k_experts=8
+    enable_moe_block=true -> 128,8,2816,704
+nemotron_h: hidden_size=2688 intermediate_size=1856 moe_intermediate_size=1856 n_routed_experts=128
+    num_experts_per_tok=6 n_shared_experts=1 moe_shared_expert_intermediate_size=3712 moe_latent_size=null ->
+    128,6,2688,1856,3712
+step3p5: hidden_size=4096 intermediate_size=11264 moe_num_experts=288 moe_top_k=8 moe_intermediate_size=1280
+    share_expert_dim=1280 -> 288,8,4096,1280,1280
+step3_vl/step3_text: hidden_size=7168 intermediate_size=18432 moe_num_experts=48 moe_top_k=3
+    moe_intermediate_size=5120 share_expert_dim=5120 -> 48,3,7168,5120,5120
+muse_spark/muse_spark_text: hidden_size=8192 intermediate_size=32768 moe_intermediate_size=4096 moe_hidden_size=4096
+    num_local_experts=256 num_experts_per_tok=8 -> 256,8,4096,4096
+afmoe: hidden_size=2048 intermediate_size=6144 moe_intermediate_size=1024 num_expert_groups=1 num_experts=128
+    num_experts_per_tok=8 num_limited_groups=1 num_shared_experts=1 -> 128,8,2048,1024,1024
+exaone_moe: hidden_size=6144 intermediate_size=18432 is_moe_layer=[false,true] moe_intermediate_size=2048
+    num_experts=128 num_experts_per_tok=8 num_shared_experts=1 -> 128,8,6144,2048,2048
+cohere2_vision/cohere2_moe: hidden_size=4096 intermediate_size=4096 num_experts=128 num_experts_per_tok=8
+    num_shared_experts=4 -> 128,8,4096,4096,16384
+granitemoe_swa: hidden_size=1280 intermediate_size=512 num_local_experts=48 num_experts_per_tok=4
+    shared_intermediate_size=1280 -> 48,4,1280,512,1280
+aria/aria_text: hidden_size=2560 intermediate_size=1664 moe_num_experts=64 moe_topk=6 moe_num_shared_experts=2 ->
+    64,6,2560,1664,3328
+openai_privacy_filter: hidden_size=640 intermediate_size=640 num_local_experts=128 num_experts_per_tok=4 ->
+    128,4,640,640
+inkling_text: hidden_size=6144 intermediate_size=3072 dense_intermediate_size=24576 n_routed_experts=256
+    num_experts_per_tok=6 n_shared_experts=2 -> 256,6,6144,3072,6144
+"""
+KN = (Layout.NK, Layout.KN)
+MORE: dict[str, dict[str, Any]] = {
+    "aria": {"layouts": KN},
+    "longcat_flash": {"note": "256 more experts without weights", "zero_experts": 256},
+    "muse_spark": {"note": "a norm after each expert"},
+    "nemotron_h": {"gated": False},
+    "openai_privacy_filter": {"note": "bias", "layouts": KN, "activation": OAI},
+}
+
+
+def tabled() -> Iterator[tuple[Mapping[str, object], ExpertLayer]]:
+    for names, fields, numbers in re.findall(r"(.+?): (.+?) -> (.+)", TABLE.replace("\n    ", " ")):
+        read = {name: json.loads(value) for name, value in (field.split("=") for field in fields.split())}
+        for name in names.split():
+            outer, *inner = name.split("/")
+            config = {"text_config": {"model_type": inner[0], **read}} if inner else read
+            yield {"model_type": outer, **config}, ExpertLayer(*map(int, numbers.split(",")), **MORE.get(outer, {}))
+
+
 FAMILIES: list[tuple[Mapping[str, object], ExpertLayer]] = [
     *((mixtral_like(one), MIXTRAL) for one in ("mixtral", "phimoe", "granitemoe", "minimax", "minimax_m2")),
     (mixtral_like("granitemoeshared", shared_intermediate_size=1024), ExpertLayer(8, 2, 4096, 14336, 1024)),
@@ -149,58 +207,9 @@ FAMILIES: list[tuple[Mapping[str, object], ExpertLayer]] = [
         )
     ),
     ({"model_type": "kimi_vl", "text_config": DEEPSEEK}, DEEPSEEK_LAYER),
-    *(
-        (
-            {
-                "model_type": one,
-                "hidden_size": 2048,
-                "intermediate_size": 1024,
-                "num_experts": 64,
-                "num_experts_per_tok": 8,
-            },
-            ExpertLayer(64, 8, 2048, 1024),
-        )
-        for one in ("olmoe", "flex_olmo", "jamba")
-    ),
     (
         {"model_type": "llama4", "text_config": LLAMA4_TEXT, "vision_config": {"hidden_size": 1408}},
         ExpertLayer(16, 1, 5120, 8192, 8192, layouts=(Layout.NK, Layout.KN)),
-    ),
-    (
-        {
-            "model_type": "ernie4_5_moe",
-            "hidden_size": 2560,
-            "intermediate_size": 12288,
-            "moe_intermediate_size": 1536,
-            "moe_num_experts": 64,
-            "moe_k": 6,
-            "moe_num_shared_experts": 2,
-        },
-        ExpertLayer(64, 6, 2560, 1536, 3072),
-    ),
-    (
-        {
-            "model_type": "hunyuan_v1_moe",
-            "hidden_size": 4096,
-            "intermediate_size": 3072,
-            "num_experts": 64,
-            "moe_topk": [8] * 32,
-            "moe_intermediate_size": [3072] * 32,
-            "num_shared_expert": [1] * 32,
-        },
-        ExpertLayer(64, 8, 4096, 3072, 3072),
-    ),
-    (
-        {
-            "model_type": "hunyuan",
-            "hidden_size": 6400,
-            "intermediate_size": 18304,
-            "num_experts": 16,
-            "moe_topk": 1,
-            "moe_intermediate_size": None,
-            "num_shared_expert": 1,
-        },
-        ExpertLayer(16, 1, 6400, 18304, 18304),
     ),
     (
         {
@@ -215,177 +224,7 @@ FAMILIES: list[tuple[Mapping[str, object], ExpertLayer]] = [
         },
         ExpertLayer(16, 4, 6144, 10752),
     ),
-    (
-        {
-            "model_type": "longcat_flash",
-            "hidden_size": 6144,
-            "ffn_hidden_size": 12288,
-            "expert_ffn_hidden_size": 2048,
-            "n_routed_experts": 512,
-            "zero_expert_num": 256,
-            "moe_topk": 12,
-        },
-        ExpertLayer(512, 12, 6144, 2048, note="256 more experts without weights", zero_experts=256),
-    ),
-    (
-        {
-            "model_type": "gemma4",
-            "text_config": {
-                "model_type": "gemma4_text",
-                "hidden_size": 2816,
-                "intermediate_size": 2112,
-                "moe_intermediate_size": 704,
-                "num_experts": 128,
-                "top_k_experts": 8,
-                "enable_moe_block": True,
-            },
-        },
-        ExpertLayer(128, 8, 2816, 704),
-    ),
-    (
-        {
-            "model_type": "nemotron_h",
-            "hidden_size": 2688,
-            "intermediate_size": 1856,
-            "moe_intermediate_size": 1856,
-            "n_routed_experts": 128,
-            "num_experts_per_tok": 6,
-            "n_shared_experts": 1,
-            "moe_shared_expert_intermediate_size": 3712,
-            "moe_latent_size": None,
-        },
-        ExpertLayer(128, 6, 2688, 1856, 3712, gated=False),
-    ),
-    (
-        {
-            "model_type": "step3p5",
-            "hidden_size": 4096,
-            "intermediate_size": 11264,
-            "moe_num_experts": 288,
-            "moe_top_k": 8,
-            "moe_intermediate_size": 1280,
-            "share_expert_dim": 1280,
-        },
-        ExpertLayer(288, 8, 4096, 1280, 1280),
-    ),
-    (
-        {
-            "model_type": "step3_vl",
-            "text_config": {
-                "model_type": "step3_text",
-                "hidden_size": 7168,
-                "intermediate_size": 18432,
-                "moe_num_experts": 48,
-                "moe_top_k": 3,
-                "moe_intermediate_size": 5120,
-                "share_expert_dim": 5120,
-            },
-        },
-        ExpertLayer(48, 3, 7168, 5120, 5120),
-    ),
-    (
-        {
-            "model_type": "muse_spark",
-            "text_config": {
-                "model_type": "muse_spark_text",
-                "hidden_size": 8192,
-                "intermediate_size": 32768,
-                "moe_intermediate_size": 4096,
-                "moe_hidden_size": 4096,
-                "num_local_experts": 256,
-                "num_experts_per_tok": 8,
-            },
-        },
-        ExpertLayer(256, 8, 4096, 4096, note="a norm after each expert"),
-    ),
-    (
-        {
-            "model_type": "afmoe",
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 1024,
-            "num_expert_groups": 1,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "num_limited_groups": 1,
-            "num_shared_experts": 1,
-        },
-        ExpertLayer(128, 8, 2048, 1024, 1024),
-    ),
-    (
-        {
-            "model_type": "exaone_moe",
-            "hidden_size": 6144,
-            "intermediate_size": 18432,
-            "is_moe_layer": [False, True],
-            "moe_intermediate_size": 2048,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "num_shared_experts": 1,
-        },
-        ExpertLayer(128, 8, 6144, 2048, 2048),
-    ),
-    (
-        {
-            "model_type": "cohere2_vision",
-            "text_config": {
-                "model_type": "cohere2_moe",
-                "hidden_size": 4096,
-                "intermediate_size": 4096,
-                "num_experts": 128,
-                "num_experts_per_tok": 8,
-                "num_shared_experts": 4,
-            },
-        },
-        ExpertLayer(128, 8, 4096, 4096, 16384),
-    ),
-    (
-        {
-            "model_type": "granitemoe_swa",
-            "hidden_size": 1280,
-            "intermediate_size": 512,
-            "num_local_experts": 48,
-            "num_experts_per_tok": 4,
-            "shared_intermediate_size": 1280,
-        },
-        ExpertLayer(48, 4, 1280, 512, 1280),
-    ),
-    (
-        {
-            "model_type": "aria",
-            "text_config": {
-                "model_type": "aria_text",
-                "hidden_size": 2560,
-                "intermediate_size": 1664,
-                "moe_num_experts": 64,
-                "moe_topk": 6,
-                "moe_num_shared_experts": 2,
-            },
-        },
-        ExpertLayer(64, 6, 2560, 1664, 3328, layouts=(Layout.NK, Layout.KN)),
-    ),
-    (
-        {
-            "model_type": "openai_privacy_filter",
-            "hidden_size": 640,
-            "intermediate_size": 640,
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-        },
-        ExpertLayer(128, 4, 640, 640, note="bias", layouts=(Layout.NK, Layout.KN), activation=OAI),
-    ),
-    (
-        {
-            "model_type": "inkling_text",
-            "hidden_size": 6144,
-            "intermediate_size": 3072,
-            "dense_intermediate_size": 24576,
-            "n_routed_experts": 256,
-            "num_experts_per_tok": 6,
-            "n_shared_experts": 2,
-        },
-        ExpertLayer(256, 6, 6144, 3072, 6144),
-    ),
+    *tabled(),
 ]
 
 
