@@ -36,6 +36,9 @@ def test_blob_that_is_no_file(tmp_path):
     write_checked(tmp_path / "giant", b"x")
     os.truncate(tmp_path / "giant", 1 << 40)
     assert read_checked(tmp_path / "giant") is None
+    for name, real in (("loop", "loop"), ("device", "/dev/zero")):
+        (tmp_path / name).symlink_to(real)
+        assert read_checked(tmp_path / name) is None
 
 
 def test_a_directory_costs_no_descriptor(tmp_path):

@@ -153,18 +153,14 @@ def of_gpus(*gpus: int | None) -> Bundle:
     return small._replace(gpus=known, choices={problem: row})
 
 
+# The numbers of each record: test_schema.py and test_index.py.
 REFUSED = {
     "no kernel": (replaced(kernels=()), "is not in kernels"),
     "kernel of another revision": (replaced_variant(revision=2), "revision 2 is not in kernels"),
     "kernel twice": (replaced(kernels=golden_bundles.small().kernels * 2), "twice"),
     "gpu twice": (replaced(gpus=(Gpu("a", 1, 1, 1),) * 2), "twice"),
     "gpu name": (replaced(gpus=(Gpu("../a", 1, 1, 1),)), "gpu.name"),
-    "gpu sm_count": (replaced(gpus=(Gpu("a", 0, 1, 1),)), "gpu.sm_count is 0"),
-    "gpu memory": (replaced(gpus=(Gpu("a", 1, 0, 1),)), "gpu.memory_mib is 0"),
-    "gpu driver": (replaced(gpus=(Gpu("a", 1, 1, -1),)), "gpu.driver is -1"),
-    "sm": (replaced(target=Target(9, False)), "target.sm is 9"),
     "arch_specific": (replaced(target=Target(90, 1)), "arch_specific is 1"),
-    "min_driver": (replaced(min_driver=-1), "min_driver is -1"),
     "min_driver bool": (replaced(min_driver=True), "min_driver is True"),
     "min_driver big": (replaced(min_driver=2**64), "can't be"),
     "producer text": (replaced(producer=Producer("0", "0", "é", ())), "producer.ptxas"),
@@ -180,65 +176,32 @@ REFUSED = {
     ),
     "model of an unknown problem": (replaced(models=(Model("m", 1, 1, 1, DType.BF16, (OTHER,)),)), "KeyError"),
     "model name": (replaced(models=(Model("/m", 1, 1, 1, DType.BF16, ()),)), "model.name"),
-    "model tp": (replaced(models=(Model("m", 0, 1, 1, DType.BF16, ()),)), "model.tp is 0"),
-    "model ep": (replaced(models=(Model("m", 1, 0, 1, DType.BF16, ()),)), "model.ep is 0"),
-    "model top_k": (replaced(models=(Model("m", 1, 1, 0, DType.BF16, ()),)), "model.top_k is 0"),
-    "alignment": (replaced_variant(alignment=8), "alignment is 8"),
-    "alignment bool": (replaced_variant(alignment=True), "alignment is True"),
-    "abi": (replaced_variant(abi=0), "variant.abi is 0"),
-    "max_experts": (replaced_variant(max_experts=65537), "max_experts is 65537"),
     "too few experts": (replaced_variant(max_experts=127), "at most 127 experts"),
     "entry": (replaced_variant(entry="a b"), "variant.entry"),
-    "knobs unsorted": (replaced_variant(config=(("b", 1), ("a", 1))), "a after b"),
-    "knob twice": (replaced_variant(config=(("a", 1), ("a", 1))), "a after a"),
     "knob bool": (replaced_variant(config=(("a", True),)), "variant.config is True"),
     "kind": (replaced_variant(arguments=(("x", "f32"),)), "kind is 'f32'"),
-    "argument twice": (replaced_variant(arguments=(("x", "ptr"), ("x", "i32"))), "twice"),
-    "descriptor with no map": (replaced_variant(arguments=DESC), "has none for x"),
     "map with no descriptor": (replaced_variant(tensor_maps=(TensorMap("x", 9, (1, 1), 0),)), "wanted a desc"),
     "map twice": (
         replaced_variant(arguments=DESC, tensor_maps=(TensorMap("x", 9, (1, 1), 0),) * 2),
         "wanted a desc",
     ),
-    "rank": (replaced_variant(arguments=DESC, tensor_maps=(TensorMap("x", 9, (1,), 0),)), "1 items, wanted 2"),
-    "box": (replaced_variant(arguments=DESC, tensor_maps=(TensorMap("x", 9, (1, 257), 0),)), "is 257"),
-    "element": (replaced_variant(arguments=DESC, tensor_maps=(TensorMap("x", 256, (1, 1), 0),)), "element is 256"),
-    "swizzle": (replaced_variant(arguments=DESC, tensor_maps=(TensorMap("x", 9, (1, 1), -1),)), "swizzle is -1"),
-    "threads": (replaced_variant(threads=0), "threads is 0"),
-    "threads high": (replaced_variant(threads=1025), "threads is 1025"),
-    "shared": (replaced_variant(shared_bytes=(1 << 20) + 1), "shared_bytes"),
-    "registers": (replaced_variant(registers=-1), "registers is -1"),
-    "spill": (replaced_variant(spill_bytes=2**31), "spill_bytes"),
-    "scratch": (replaced_variant(scratch_bytes=-1), "scratch_bytes"),
     "variant for another op": (replaced_variant(op=Op.DW), "variant 0 is for ['dW'"),
     "variant for another dtype": (replaced_variant(dtype=DType.FP16), "variant 0 is for ['forward', 'fp16'"),
     "variant for another layout": (replaced_variant(layout=golden_bundles.Layout.KN), "'kn'"),
     "variant of a fusion": (replaced_variant(fusion=Fusion.GATHER), "'nk', 1]"),
     "no choices": (replaced(choices=dict.fromkeys(golden_bundles.small().choices, ())), "has 0 items"),
-    "variant index": (replaced_choice(variant=1), "choice.variant is 1, wanted 0 to 0"),
-    "runner_up index": (replaced_choice(runner_up=1, runner_up_ns=1), "choice.runner_up is 1"),
     "runner_up is the choice": (replaced_choice(runner_up=0, runner_up_ns=1), "the chosen variant itself"),
     "runner_up alone": (replaced_choice(runner_up=0), "both"),
     "runner_up_ns alone": (replaced_choice(runner_up_ns=1), "both"),
-    "time": (replaced_choice(time_ns=0), "time_ns is 0"),
     "time float": (replaced_choice(time_ns=1.5), "time_ns is 1.5"),
     "modelled on a GPU": (replaced_choice(gpu=0), "a modelled one has none"),
     "measured on none": (replaced_choice(source=Source.MEASURED), "a measured choice names its GPU"),
-    "gpu index": (replaced_choice(source=Source.MEASURED, gpu=0), "choice.gpu is 0"),
     "bucket no power of two": (replaced_choice(bucket=3), "the format rounds"),
-    "bucket 0": (replaced_choice(bucket=0), "log2 of choice.bucket is -1"),
-    "bucket high": (replaced_choice(bucket=1 << 32), "log2 of choice.bucket is 32"),
     "buckets twice": (replaced(choices={p: c * 2 for p, c in golden_bundles.small().choices.items()}), "ascending"),
     "one GPU twice": (of_gpus(0, 0), "bucket 1 of GPU 0 comes after bucket 1 of GPU 0, wanted them ascending"),
     "GPUs in another order": (of_gpus(1, 0), "bucket 1 of GPU 0 comes after bucket 1 of GPU 1"),
     "modelled last": (of_gpus(0, None), "bucket 1 of the cost model comes after bucket 1 of GPU 0"),
     "too many": (of_gpus(*range(1025)), "1025 exceeds max_array_len(1024)"),
-    "E": (replaced_problem(E=0), "problem.E is 0"),
-    "E high": (replaced_problem(E=65537), "problem.E is 65537"),
-    "N": (replaced_problem(N=0), "problem.N is 0"),
-    "N high": (replaced_problem(N=2**31), "problem.N is 2147483648"),
-    "K": (replaced_problem(K=-1), "problem.K is -1"),
-    "K high": (replaced_problem(K=2**31), "problem.K is 2147483648"),
     "top_k": (replaced_problem(top_k=8), "top_k is 8, wanted 0"),
     "lists for tuples": (replaced(gpus=[]), "the format rounds"),
 }
@@ -316,14 +279,6 @@ def test_each_digest_and_the_cubins_header_are_told_as_what_they_are():
         codec.decode(SMALL[:at] + b"\xc5" + SMALL[at + 1 :], "b")
     with pytest.raises(BundleCorrupt, match=r"cubin 0 has sha256 \w{64}, its variant says \w{64}"):
         codec.decode(SMALL[:-1] + b"x", "b")
-
-
-def test_problems_out_of_order_are_refused():
-    medium = codec.encode(golden_bundles.medium())
-    index, _ = craft.parts(medium)
-    turned = dict(reversed(index["problems"].items()))
-    with pytest.raises(BundleCorrupt, match="not sorted"):
-        codec.decode(craft.changed(medium, problems=turned), "b")
 
 
 problems = st.tuples(st.integers(1, 512), st.integers(1, 2**31 - 1), st.integers(1, 2**31 - 1)).map(

@@ -120,12 +120,6 @@ def test_a_reader_goes_on_where_its_lock_can_not_be_let_go(tmp_path, monkeypatch
     monkeypatch.undo()
 
 
-def test_what_is_wrong_where_it_can_not_be_locked_and_what_is_needed():
-    needed = "The directory must be writable and have room"
-    with pytest.raises(HostError, match=needed), lock("/proc/self/nothing", 0, required=True):
-        pass
-
-
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
 def test_a_locks_file_is_its_group_s_to_lock_and_nobody_elses_to_write(tmp_path, umask):
     old = os.umask(umask)

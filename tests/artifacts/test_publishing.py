@@ -98,6 +98,10 @@ def test_what_a_dead_publisher_left_is_removed_and_a_living_ones_is_not(tmp_path
     stale, link = left_by_a_dead_one(tmp_path), tmp_path / ".pretuned-fedcba9876543210.tmp"
     link.symlink_to(stale)  # nobody of us makes one: it is left alone, as its target would be
     os.mkfifo(tmp_path / ".pretuned-2222222222222222.tmp")  # nothing is waited for
+    (tmp_path / ".pretuned-0000000000000000.tmp").mkdir()
+    others = [tmp_path / name for name in (".pretuned-0.tmp", "x.tmp", ".pretuned-0123456789abcdef.tmp.gz")]
+    for other in others:
+        other.touch()
     with stale.open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         publish(tmp_path / "b", b"one")
@@ -106,6 +110,7 @@ def test_what_a_dead_publisher_left_is_removed_and_a_living_ones_is_not(tmp_path
     publish(tmp_path / "b", b"two")
     assert not stale.exists()
     assert link.is_symlink()
+    assert all(other.exists() for other in others)
     assert open_files() == before
 
 

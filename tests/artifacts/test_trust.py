@@ -243,15 +243,6 @@ def test_whether_an_acl_lets_the_own_group_write(
         trust.check(str(path), os.lstat(path), "b")
 
 
-def test_an_acl_that_can_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "b"
-    path.touch()
-    path.chmod(0o664)
-    has_an_unreadable_acl(monkeypatch, path)
-    with pytest.raises(BundleUnreadable, match="bundle 'b': can't be read: Input/output error"):
-        trust.check(str(path), os.lstat(path), "b")
-
-
 NAMESPACE = """
 import ctypes, os, sys
 from pretuned.artifacts import trust

@@ -168,24 +168,6 @@ def test_configs_that_are_none(name: str) -> None:
     assert decode(KEY, PAYLOADS[name] if name in PAYLOADS else msgpack.packb(CONFIGS[name])) is None
 
 
-@pytest.mark.parametrize("kind", ["fifo", "directory", "sparse", "loop", "device"])
-def test_a_cached_file_that_is_no_regular_file(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / KEY.file_name
-    match kind:
-        case "fifo":
-            os.mkfifo(path)
-        case "directory":
-            path.mkdir()
-        case "sparse":
-            with path.open("wb") as file:
-                file.truncate(1 << 40)
-        case "loop":
-            path.symlink_to(path.name)
-        case _:
-            path.symlink_to("/dev/zero")
-    assert read_checked(path) is None
-
-
 @pytest.mark.parametrize("check", [check_out, check_page])
 def test_an_output_that_is_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, check) -> None:
     os.mkfifo(tmp_path / "fifo")

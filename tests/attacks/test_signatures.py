@@ -71,11 +71,6 @@ def test_without_the_variable_no_signature_is_asked_for(bundle: Path, tmp_path: 
     assert used(take(Settings(bundles=(bundle.parent,)))) == ["a.msgpack"]
 
 
-def test_the_downgrade_by_removing_the_signature(bundle: Path, tmp_path: Path) -> None:
-    Path(f"{bundle}.sig").unlink()
-    assert used(taken(tmp_path, bundle.parent)) == []
-
-
 def test_the_signature_of_another_bundle(bundle: Path, tmp_path: Path) -> None:
     other = signing.sign(write(tmp_path / "else" / "a.msgpack", CHOICES, tag="another"))
     Path(f"{other}.sig").replace(f"{bundle}.sig")

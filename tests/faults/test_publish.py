@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
-import os
 import re
 import resource
 import shutil
@@ -101,17 +99,6 @@ TRACED = "trace=openat,flock,write,fchmod,fsync,fdatasync,rename,renameat,rename
 def calls(lines: list[str], folder: Path) -> list[tuple[str, str]]:
     """(call, its line) for each that touches the folder."""
     return [(line.split("(")[0], line) for line in lines if str(folder) in line]
-
-
-def test_the_order_of_a_durable_publish(strace, folder):
-    status, _, lines = strace(folder / "b.msgpack", "-e", TRACED)
-    assert status == 0
-    names = [name for name, line in calls(lines, folder) if name in ("write", "fsync", "rename")]
-    assert names == ["write", "fsync", "rename", "fsync"]
-    fsyncs = [line for name, line in calls(lines, folder) if name == "fsync"]
-    assert ".tmp>" in fsyncs[0]
-    assert f"<{folder}>)" in fsyncs[1]
-    assert (folder / "b.msgpack").read_bytes() == NEW
 
 
 def numbered(strace, folder: Path) -> list[tuple[str, int]]:
@@ -229,29 +216,6 @@ def test_a_full_and_a_read_only_disk(request, tmp_path, fault):
     assert not [line for line in lines[3:] if line.endswith(".tmp")]
 
 
-def test_the_temp_file_of_a_dead_publisher_is_removed_and_of_a_living_one_is_not(folder):
-    dead, living = folder / ".pretuned-0123456789abcdef.tmp", folder / ".pretuned-fedcba9876543210.tmp"
-    others = [folder / name for name in (".pretuned-0.tmp", "x.tmp", ".pretuned-0123456789abcdef.tmp.gz")]
-    for path in (dead, living, *others):
-        path.write_bytes(b"")
-    with living.open("r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        publish(folder / "b.msgpack", NEW)
-        assert not dead.exists()
-        assert living.exists()
-        assert all(path.exists() for path in others)
-    publish(folder / "b.msgpack", OLD)
-    assert not living.exists()
-
-
-def test_stale_names_that_are_no_files_do_no_harm(folder):
-    (folder / ".pretuned-0000000000000000.tmp").mkdir()
-    (folder / ".pretuned-1111111111111111.tmp").symlink_to(folder / "b.msgpack")
-    os.mkfifo(folder / ".pretuned-2222222222222222.tmp")
-    publish(folder / "b.msgpack", NEW)
-    assert (folder / "b.msgpack").read_bytes() == NEW
-
-
 def republish(path: Path, stop: Event, datas: tuple[bytes, bytes], count: Synchronized[int]) -> None:
     """Publish the two bundles in turn, a hundred times at least."""
     turn = 0
@@ -322,22 +286,3 @@ def test_a_lock_holder_stopped_or_killed(folder, how):
     finally:
         holder.kill()
         holder.communicate()
-
-
-def test_a_lock_that_can_not_be_let_go_is_named(tmp_path):
-    """As on NFS whose lock server is gone."""
-    if shutil.which("strace") is None:
-        pytest.skip("needs strace")
-    code = f"""
-from pretuned.artifacts.errors import HostError
-from pretuned.artifacts.locking import lock
-try:
-    with lock({str(tmp_path)!r}, 0, required=True):
-        pass
-except HostError as error:
-    print(error)
-"""
-    inject = ("-e", "trace=flock", "-e", "inject=flock:error=ENOLCK:when=2")
-    command = ["strace", "-f", "-o", "/dev/null", *inject, sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert f"can't unlock '{tmp_path}/.pretuned.lock': No locks available" in done.stdout
