@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pretuned.aot.cli.doctor import versions
+
 ROOT = Path(__file__).resolve().parents[2]
 
 _WITHOUT = """
@@ -100,6 +102,13 @@ def test_the_version_without_triton(tmp_path: Path) -> None:
     done = without({"triton"}, "--version", cwd=tmp_path)
     assert done.returncode == 0
     assert "Triton is not installed" in done.stdout
+
+
+def test_the_version_without_the_builder(tmp_path: Path) -> None:
+    """In an environment that has the runtime alone."""
+    done = without({"click", "rich", "triton"}, "--version", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["pretuned", versions()["pretuned"]]
 
 
 @pytest.mark.parametrize("arguments", [["aot/__main__.py"], ["-m", "aot"]])

@@ -409,19 +409,6 @@ def test_doctor_without_numpy_warns_of_nothing(words: list[str], here):
     assert "NumPy" not in done.stderr
 
 
-def test_a_reader_that_leaves_early_is_told_nothing(here):
-    done = subprocess.run(
-        f"'{sys.executable}' -m pretuned.aot models --json | head -c 1",
-        shell=True,
-        cwd=here,
-        capture_output=True,
-        text=True,
-        env=dict(os.environ),
-        check=False,
-    )
-    assert (done.stdout, done.stderr) == ("[", "")
-
-
 def test_no_home_directory_is_no_error(here):
     """As uid 12345, which no passwd file knows."""
     done = subprocess.run(
@@ -434,21 +421,6 @@ def test_no_home_directory_is_no_error(here):
     )
     assert done.returncode == 0, done.stderr
     assert "none (no home directory)" in done.stdout
-
-
-def test_the_version_without_the_builder(aot_process):
-    """In an environment that has the runtime alone."""
-    hide = (
-        "import sys, importlib.machinery as m; real = m.PathFinder.find_spec; gone = ('click', 'rich', 'triton'); "
-        "m.PathFinder.find_spec = classmethod(lambda c, n, *r: None if n.split('.')[0] in gone else real(n, *r)); "
-        "sys.argv = ['aot', *sys.argv[1:]]; from pretuned.aot.__main__ import main; sys.exit(main())"
-    )
-    done = subprocess.run([sys.executable, "-c", hide, "--version"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split() == ["pretuned", versions()["pretuned"]]
-    done = subprocess.run([sys.executable, "-c", hide, "models"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert 'pip install "pretuned[aot]"' in done.stderr
 
 
 @pytest.mark.slow
