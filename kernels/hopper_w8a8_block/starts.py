@@ -3,6 +3,10 @@
 Expert e's rows begin at starts[e], or at e * room, in x and in y. x's codes are in their natural order of K, and w's
 are prepared, in ``K_ORDER``: the sixteen neighbours that a thread loads of a row hold all of its codes of 64 of K, and
 two byte permutations make two words of a product's left operand. That operand is in registers.
+
+Each warpgroup has 64 rows of a tile's 128 and all of its 256 columns, so no code of x is read twice: a step moves 128 KB
+through shared memory, 1,024 clocks, as long as the tensor cores take. Warpgroups with 128 columns each move 144 KB, and
+codes that are put in order in shared memory 176 KB (docs/inside/trials.md, codes-in-place).
 """
 
 from __future__ import annotations
@@ -210,49 +214,36 @@ def _product(left, right, b, at, MMA: gl.constexpr):
 def _scales(s, stage, row, part, MMA: gl.constexpr):
     """x's scales of 64 rows, times w's."""
     rows: gl.constexpr = gl.SliceLayout(1, MMA)
-    of_w = s.index(stage).gather(gl.full([64], ROWS, gl.int32, rows) + part, 0)
-    return (s.index(stage).slice(row, 64).load(rows) * of_w)[:, None]
+    held = s.index(stage)
+    of_x = held.gather(row + gl.arange(0, 64, layout=rows), 0)
+    return (of_x * held.gather(gl.full([64], ROWS + part, gl.int32, rows), 0))[:, None]
 
 
 @gluon.jit
-def _add_columns(
-    upper_0,
-    upper_1,
-    lower_0,
-    lower_1,
-    a,
-    b,
-    s,
-    stage,
-    half,
-    both,
-    MMA: gl.constexpr,
-):
-    """The sums of the upper and of the lower 64 rows, the left and the right 64 columns of each, and a step's products.
+def _add_columns(sums_0, sums_1, sums_2, sums_3, a, b, s, stage, half, MMA: gl.constexpr):
+    """The sums of 64 rows, 64 columns each, and a step's products times their scales.
 
-    One is added while the next is under way. What is added is there before the next begins: else the compiler adds it
-    later, with the registers of three products.
+    Two products are under way at a time, and what is added is there before the next begins: else the compiler adds it
+    later, with the registers of three.
     """
-    place = stage * 8 + half * 4
-    left, right = _left(a, stage * 4, MMA)
-    result = _product(left, right, b, place, MMA)
-    other = _product(left, right, b, place + 1, MMA)
-    scale = _scales(s, stage, 0, half, MMA)
-    result = warpgroup_mma_wait(num_outstanding=2, deps=(result,))
-    upper_0 += result * scale
-    other, upper_0 = warpgroup_mma_wait(num_outstanding=0, deps=(other, upper_0))
-    upper_1 += other * scale
-    if both:
-        upper_0, upper_1 = warpgroup_mma_wait(num_outstanding=0, deps=(upper_0, upper_1))
-        left, right = _left(a, stage * 4 + 2, MMA)
-        result = _product(left, right, b, place, MMA)
-        other = _product(left, right, b, place + 1, MMA)
-        scale = _scales(s, stage, 64, half, MMA)
-        result = warpgroup_mma_wait(num_outstanding=2, deps=(result,))
-        lower_0 += result * scale
-        other, lower_0 = warpgroup_mma_wait(num_outstanding=0, deps=(other, lower_0))
-        lower_1 += other * scale
-    return upper_0, upper_1, lower_0, lower_1
+    left, right = _left(a, stage * 4 + half * 2, MMA)
+    even = _product(left, right, b, stage * 8, MMA)
+    odd = _product(left, right, b, stage * 8 + 1, MMA)
+    scale = _scales(s, stage, 64 * half, 0, MMA)
+    even = warpgroup_mma_wait(num_outstanding=2, deps=(even,))
+    sums_0 += even * scale
+    odd, sums_0 = warpgroup_mma_wait(num_outstanding=2, deps=(odd, sums_0))
+    even = _product(left, right, b, stage * 8 + 4, MMA)
+    odd = warpgroup_mma_wait(num_outstanding=2, deps=(odd,))
+    sums_1 += odd * scale
+    even, sums_1 = warpgroup_mma_wait(num_outstanding=2, deps=(even, sums_1))
+    odd = _product(left, right, b, stage * 8 + 5, MMA)
+    scale = _scales(s, stage, 64 * half, 1, MMA)
+    even = warpgroup_mma_wait(num_outstanding=2, deps=(even,))
+    sums_2 += even * scale
+    odd = warpgroup_mma_wait(num_outstanding=0, deps=(odd,))
+    sums_3 += odd * scale
+    return sums_0, sums_1, sums_2, sums_3
 
 
 @gluon.jit
@@ -272,36 +263,39 @@ def _multiply(
     STAGES: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
-    """One warpgroup: its 128 columns of every tile, in products of 64, and the way out."""
+    """One warpgroup: its 64 rows of every tile, in products of 64 columns, and the way out."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 32])
-    groups_n = N // GROUP
     stage, phase, slot, turn = begin()
     row, col, row_end, word, _e, _f = take_all(queue, filled, free, slot, turn, 4)
     while row >= 0:
         slot, turn = advance(slot, turn, 2)
         steps = word & 0xFFFFF
         expert = word >> 20
-        group = col * 2 + half
-        both = row + 64 < row_end
-        upper_0 = gl.zeros([64, 64], gl.float32, mma)
-        upper_1 = gl.zeros([64, 64], gl.float32, mma)
-        lower_0 = gl.zeros([64, 64], gl.float32, mma)
-        lower_1 = gl.zeros([64, 64], gl.float32, mma)
-        for _step in range(steps):
-            mbarrier.wait(full.index(stage), phase)
-            upper_0, upper_1, lower_0, lower_1 = _add_columns(
-                upper_0, upper_1, lower_0, lower_1, a, b, s, stage, half, both, mma
-            )
-            gl.barrier()
-            mbarrier.arrive(empty.index(stage), count=1)
-            stage, phase = advance(stage, phase, STAGES)
-        if group < groups_n:
-            first = group * GROUP
-            _store_64(y_map, upper_0, buffers, half, 0, row, row_end, first, expert, SLOTS)
-            _store_64(y_map, upper_1, buffers, half, 1, row, row_end, first + 64, expert, SLOTS)
-            if both:
-                _store_64(y_map, lower_0, buffers, half, 0, row + 64, row_end, first, expert, SLOTS)
-                _store_64(y_map, lower_1, buffers, half, 1, row + 64, row_end, first + 64, expert, SLOTS)
+        mine = row + half * 64
+        if mine < row_end:
+            sums_0 = gl.zeros([64, 64], gl.float32, mma)
+            sums_1 = gl.zeros([64, 64], gl.float32, mma)
+            sums_2 = gl.zeros([64, 64], gl.float32, mma)
+            sums_3 = gl.zeros([64, 64], gl.float32, mma)
+            for _step in range(steps):
+                mbarrier.wait(full.index(stage), phase)
+                sums_0, sums_1, sums_2, sums_3 = _add_columns(
+                    sums_0, sums_1, sums_2, sums_3, a, b, s, stage, half, mma
+                )
+                gl.barrier()
+                mbarrier.arrive(empty.index(stage), count=1)
+                stage, phase = advance(stage, phase, STAGES)
+            first = col * COLUMNS
+            _store_64(y_map, sums_0, buffers, half, 0, mine, row_end, first, expert, SLOTS)
+            _store_64(y_map, sums_1, buffers, half, 1, mine, row_end, first + 64, expert, SLOTS)
+            if first + GROUP < N:
+                _store_64(y_map, sums_2, buffers, half, 0, mine, row_end, first + 128, expert, SLOTS)
+                _store_64(y_map, sums_3, buffers, half, 1, mine, row_end, first + 192, expert, SLOTS)
+        else:
+            for _ in range(steps):
+                mbarrier.wait(full.index(stage), phase)
+                mbarrier.arrive(empty.index(stage), count=1)
+                stage, phase = advance(stage, phase, STAGES)
         row, col, row_end, word, _e, _f = take_all(queue, filled, free, slot, turn, 4)
     tma.store_wait(0)
 
