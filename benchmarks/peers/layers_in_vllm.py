@@ -160,16 +160,16 @@ def _mxfp4() -> Any:
     """
     from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config, Mxfp4MoEMethod
 
-    from pretuned.integrations.plug_in import VLLM
+    from pretuned.integrations.vllm import PLUG_IN
 
     class Published(Mxfp4Config):  # type: ignore[misc]
         def get_quant_method(self, layer: Any, prefix: str) -> Any:
             own = Mxfp4MoEMethod(layer.moe_config)
-            if VLLM.is_off:
+            if PLUG_IN.is_off:
                 return own
             from pretuned.integrations.vllm.quantised import take
 
-            return VLLM.attempt("take a layer", partial(take, own, layer, everywhere=True)) or own
+            return PLUG_IN.attempt("take a layer", partial(take, own, layer, everywhere=True)) or own
 
     return Published()
 

@@ -4,9 +4,9 @@ Expert e's rows begin at starts[e], or at e * room, in x and in y. x's codes are
 are prepared, in ``K_ORDER``: the sixteen neighbours that a thread loads of a row hold all of its codes of 64 of K, and
 two byte permutations make two words of a product's left operand. That operand is in registers.
 
-Each warpgroup has 64 rows of a tile's 128 and all of its 256 columns, so no code of x is read twice: a step moves 128 KB
-through shared memory, 1,024 clocks, as long as the tensor cores take. Warpgroups with 128 columns each move 144 KB, and
-codes that are put in order in shared memory 176 KB (docs/inside/trials.md, codes-in-place).
+Each warpgroup has 64 of a tile's 128 rows and all of its 256 columns: no code of x is read twice. A step moves 128 KB
+through shared memory: 1,024 clocks, as many as the tensor cores take. By columns it would be 144 KB, and with codes put
+in order in shared memory 176 KB (docs/inside/trials.md, codes-in-place).
 """
 
 from __future__ import annotations
@@ -279,9 +279,7 @@ def _multiply(
             sums_3 = gl.zeros([64, 64], gl.float32, mma)
             for _step in range(steps):
                 mbarrier.wait(full.index(stage), phase)
-                sums_0, sums_1, sums_2, sums_3 = _add_columns(
-                    sums_0, sums_1, sums_2, sums_3, a, b, s, stage, half, mma
-                )
+                sums_0, sums_1, sums_2, sums_3 = _add_columns(sums_0, sums_1, sums_2, sums_3, a, b, s, stage, half, mma)
                 gl.barrier()
                 mbarrier.arrive(empty.index(stage), count=1)
                 stage, phase = advance(stage, phase, STAGES)
