@@ -1,10 +1,11 @@
-"""``ExpertWeights``, with the row kernels that write them on a GPU."""
+"""``ExpertWeights`` as users import it: a bundle's row kernels write and read its codes on a GPU."""
 
 from __future__ import annotations
 
-from ..launch import weights as _weights  # it registers its kernels
+from ..launch.weights import RowKernels
+from ..weights import writing
 from ..weights.expert_weights import ExpertWeights
 
 __all__ = ["ExpertWeights"]
 
-_ = _weights
+writing.kernels = RowKernels()

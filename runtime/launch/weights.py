@@ -151,6 +151,3 @@ def _addresses(of: Quantised) -> dict[str, int]:
     """The addresses of quantised weights' tensors, by the row kernels' argument names."""
     names = ("words", "scales", "zeros", "outer")
     return {name: tensor.data_ptr() for name, tensor in zip(names, of, strict=True) if tensor is not None}
-
-
-writing.kernels = RowKernels()

@@ -1,7 +1,7 @@
 """Writes quantised weights: quantises floating-point w into them, and moves codes between the two layouts.
 
-torch does it expert by expert, with memory for one expert beside the result. If ``runtime/launch/weights.py`` is
-imported and a bundle has kernels for it, a GPU's weights are written by these. The bits are the same.
+torch does it expert by expert, with memory for one expert beside the result. If ``kernels`` are set and a bundle has
+some for it, these write weights on a GPU. The bits are the same.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WriteKernels(Protocol):
         """max |w| of all w, float32 []; NaN or infinity if there is one."""
 
 
-kernels: WriteKernels | None = None  # runtime/launch/weights.py sets it
+kernels: WriteKernels | None = None  # runtime/api/expert_weights.py sets them
 
 
 def empty(format: str, E: int, N: int, K: int, device: torch.device) -> Quantised:
