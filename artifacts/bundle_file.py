@@ -364,9 +364,9 @@ class BundleFile:
         """The measured choices for ``problem``, each with the fields of ``Timed``; [] if it is not in the bundle."""
         return self._index.timed(problem)
 
-    def judged_on(self, i: int) -> Gpu | None:
+    def tested_on(self, i: int) -> Gpu | None:
         """Return a GPU that variant ``i`` was tested and timed on; None if no measured choice names the variant."""
-        return self._index.judged_on(i)
+        return self._index.tested_on(i)
 
     def problems(self) -> tuple[Problem, ...]:
         """All problems, in the bundle's order."""

@@ -439,14 +439,14 @@ class Index:
 
     __slots__ = (
         "_choices",
-        "_judged",
-        "_judged_rows",
         "_keys",
         "_kinds",
         "_models",
         "_models_of",
         "_models_read",
         "_offsets",
+        "_tested",
+        "_tested_rows",
         "_variant_records",
         "_variants",
         "cubin_bytes",
@@ -499,8 +499,8 @@ class Index:
         self._models = models
         self._models_read: tuple[Model, ...] | None = None
         self._models_of: dict[ProductKey, list[Model]] = {}
-        self._judged: dict[int, int] = {}
-        self._judged_rows = 0
+        self._tested: dict[int, int] = {}
+        self._tested_rows = 0
         # Canonical is the shortest msgpack of these values, so comparing lengths is enough: packing all of it again
         # would take longer than the rest of opening.
         empty: tuple[object, ...] = ([], sizes, {}, b"")
@@ -581,29 +581,29 @@ class Index:
             raise self._corrupt(f"choices for {problem}", error) from None
         for choice in choices:
             if choice.gpu is not None:
-                self._judged.setdefault(choice.variant, choice.gpu)
+                self._tested.setdefault(choice.variant, choice.gpu)
                 if choice.runner_up is not None:
-                    self._judged.setdefault(choice.runner_up, choice.gpu)
+                    self._tested.setdefault(choice.runner_up, choice.gpu)
         return choices
 
-    def judged_on(self, i: int) -> Gpu | None:
+    def tested_on(self, i: int) -> Gpu | None:
         """Return a GPU that variant ``i`` was measured on, None if there is none. Measuring includes a test of results.
 
         Choices that were read before are searched first. Then records are read until one names the variant, each once,
         in an order that soon meets all kinds of problems.
         """
         step = _apart(len(self._keys))
-        while self.gpus and i not in self._judged and self._judged_rows < len(self._keys):
-            done = self._judged_rows
+        while self.gpus and i not in self._tested and self._tested_rows < len(self._keys):
+            done = self._tested_rows
             row = done * step % len(self._keys)
             try:
                 measured = read_measured(self._choices[self._keys[row]], len(self.gpus))
             except Malformed as error:
                 raise self._corrupt(f"choices {row}", error) from None
             for variant, gpu in measured:
-                self._judged.setdefault(variant, gpu)
-            self._judged_rows = done + 1  # last: another thread may read the same row, with the same result
-        gpu_index = self._judged.get(i)
+                self._tested.setdefault(variant, gpu)
+            self._tested_rows = done + 1  # last: another thread may read the same row, with the same result
+        gpu_index = self._tested.get(i)
         return None if gpu_index is None else self.gpus[gpu_index]
 
     def _kind(self, i: int) -> VariantKind:

@@ -333,8 +333,8 @@ def test_where_code_was_judged_is_told_by_few_of_its_choices() -> None:
     cells = Counter(i for one in choices for i in (one.variant, one.runner_up))
     for i in named:
         with open_bundle(FOLDER / f"{CATALOGUE}.msgpack") as bundle:
-            found[i] = steps(lambda bundle=bundle, i=i: bundle.judged_on(i), of=read_measured)
-            assert bundle.judged_on(i) is not None
+            found[i] = steps(lambda bundle=bundle, i=i: bundle.tested_on(i), of=read_measured)
+            assert bundle.tested_on(i) is not None
     assert 1 <= statistics.median(found.values()) < len(problems) / 100
     # (What one cell alone names may stand anywhere.)
     assert max(reads for i, reads in found.items() if cells[i] > 1) < len(problems) / 4

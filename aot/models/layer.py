@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ...artifacts.limits import MAX_EXPERTS, MAX_WIDTH
 from ...artifacts.records import DType, Layout, Op
 from ...kernels.activations import Activation
-from ...kernels.hopper_w4a16 import padded_width, prepares
+from ...kernels.hopper_w4a16 import can_be_prepared, padded_width
 
 # A config's name of an activation -> pretuned's name.
 _NAMES = {
@@ -222,7 +222,7 @@ class LayerShard:
     def padded_width(self, dtype: DType) -> int:
         """I/tp, padded for prepared weights; I/tp itself if H can't be prepared at that size."""
         wide = padded_width(dtype, self.width) if self.pads else self.width
-        return wide if prepares(dtype, wide, self.H) and prepares(dtype, self.H, wide) else self.width
+        return wide if can_be_prepared(dtype, wide, self.H) and can_be_prepared(dtype, self.H, wide) else self.width
 
     def padded_gemm(self) -> LayerGemm | None:
         """GEMM 1 over weights that have rows for the zero experts too, as transformers holds them on one rank."""

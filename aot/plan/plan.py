@@ -12,7 +12,7 @@ from ...artifacts.records import DType, Fusion, Layout, Model, Op, Problem, buck
 from ...kernels.activations import Activation
 from ...kernels.arch import arch_of
 from ...kernels.entry import ALIGNMENT_BYTES, has_aligned_rows
-from ...kernels.hopper_w4a16 import prepares
+from ...kernels.hopper_w4a16 import can_be_prepared
 from ...kernels.spec import MAX_EXPERTS, code_of
 from ..models.layer import LayerGemm, LayerShard
 from .families import Family, Pool, has_candidates, optional
@@ -248,7 +248,7 @@ def _runs(
     if not dtype.quantised:
         return True
     forward = Family(Op.FORWARD, dtype, Layout.NK, Fusion.NONE)
-    able = problem in replaced or prepares(dtype, problem.N, problem.K)
+    able = problem in replaced or can_be_prepared(dtype, problem.N, problem.K)
     ordered = able and coded(forward, problem.E, sm)
     return ordered == (problem.layout is Layout.NK)
 

@@ -6,7 +6,7 @@ w's codes become bf16 in registers before they are multiplied.
 - ``rows_wna16_zero`` (rows_zero.py): int4 with zero points.
 - ``rows_wna16_mx8`` (rows_mx8.py): mxfp8.
 
-``prepares`` says which N and K can be prepared, ``padded_width`` pads a layer's width I to such a size.
+``can_be_prepared`` says which N and K can be prepared, ``padded_width`` pads a layer's width I to such a size.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def zero_bytes(dtype: DType) -> int:
     return code_layout(dtype).scale_bytes // 2 if dtype in ZERO_DTYPES else 0
 
 
-def prepares(dtype: DType, N: int, K: int) -> bool:
+def can_be_prepared(dtype: DType, N: int, K: int) -> bool:
     """Return whether matrices of N x K can be prepared: whole blocks of 64 x 64, and whole blocks of scales."""
     scale = dtype.precision.w.scale
     rows, columns = (BLOCK, BLOCK) if scale is None else (max(BLOCK, scale.rows), max(BLOCK, scale.columns))

@@ -59,7 +59,7 @@ from ...artifacts.tuples import NamedTuple
 from ...kernels import arch, registry
 from ...kernels.entry import ALIGNMENT_BYTES, READS_ABI, has_aligned_rows, torch_multiplies
 from ...kernels.spec import Config, Schedule, Spec, code_of, config_of, gemm_of
-from .. import hooks, verdicts
+from .. import hooks, self_tests
 from ..settings import lock
 from .places import Kind
 from .snapshot import Rejected, Snapshot, Usable, View
@@ -738,7 +738,7 @@ def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: boo
         return f"it needs {variant.alignment}-byte alignment"
     if variant.max_experts < problem.E:
         return f"it takes {variant.max_experts} experts at most"
-    if verdicts.is_wrong(variant, local):
+    if self_tests.is_wrong(variant, local):
         return "its test on this GPU failed, or could not be made in this process"
     target = arch.ARCHS.get(local.sm)
     if target is not None and variant.shared_bytes > (most := target.limits.shared_per_block_bytes):

@@ -10,7 +10,7 @@ from ...kernels import arch
 from ...kernels.entry import READS_ABI
 from ...kernels.registry import entry_named, unlaunchable
 from ...kernels.rowops import RowOpSpec
-from .. import verdicts
+from .. import self_tests
 from .snapshot import Rejected, Snapshot, Usable
 
 
@@ -57,4 +57,4 @@ def _runs(variant: Variant, local: LocalGpu, aligned: bool) -> bool:
     target = arch.ARCHS.get(local.sm)
     fits = target is None or variant.shared_bytes <= target.limits.shared_per_block_bytes
     could = first <= variant.abi <= last and (aligned or variant.alignment == 1) and fits and not unlaunchable(variant)
-    return could and not verdicts.is_wrong(variant, local)
+    return could and not self_tests.is_wrong(variant, local)

@@ -14,7 +14,7 @@ from ...artifacts.errors import BundleError, TargetMismatch
 from ...artifacts.limits import printable
 from ...artifacts.records import Fusion, Problem
 from ...artifacts.tuples import NamedTuple
-from .. import hooks, verdicts
+from .. import hooks, self_tests
 from ..settings import TRUSTED_KEYS, Invariance, Settings, lock, settings
 from .places import Found, Kind, Place, candidates, installed_places, places, scan, unusable
 
@@ -276,7 +276,7 @@ class Snapshot:
         return bool(self.having(problem, local))
 
     def reconsider(self) -> None:
-        """Decide again: a variant was wrong on a GPU (runtime/verdicts.py). Calls under way keep their kernels."""
+        """Decide again: a variant was wrong on a GPU (runtime/self_tests.py). Calls under way keep their kernels."""
         with lock("bundles"):
             self.rankers.clear()
             self.decisions.clear()
@@ -295,7 +295,7 @@ class Snapshot:
         for usable in (*self.view(local, installed=True).usable, *self.reserve(local).usable):
             if usable.place.kind is not Kind.PROCESS or usable.bundle.gpus:  # compiled: depends on earlier calls
                 digest.update(usable.bundle.digest)
-        digest.update(b"".join(verdicts.left_out(local)))
+        digest.update(b"".join(self_tests.left_out(local)))
         if hooks.jit_allowed():
             digest.update(b"jit")
         if self.invariance is not None:

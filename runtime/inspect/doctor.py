@@ -20,13 +20,13 @@ from ...artifacts.signature import Keys, key_id
 from ...kernels import arch
 from ...kernels.entry import READS_ABI
 from ...kernels.registry import unlaunchable
-from .. import settings, verdicts
+from .. import self_tests, settings
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.places import REINSTALL, Found, Kind, Place, unusable
 from ..dispatch.snapshot import Snapshot, View
 from ..driver.cuda import DriverLacks, device_count, driver_version
 from ..driver.device import local_gpu, platform_name, platform_supported
-from ..launch.loader import judged_on
+from ..launch.loader import tested_on
 from ..launch.proof import complaint
 
 INTEGRATIONS = "pretuned.integrations"  # a name, as the runtime imports none
@@ -159,10 +159,10 @@ def survey(snapshot: Snapshot, local: LocalGpu) -> Survey:
             for index, variant in enumerate(bundle.variants() if usable.place.kind is not Kind.PROCESS else ()):
                 if not _runs(variant, local):
                     continue
-                if judged_on(bundle, index, variant, local) is not None:
+                if tested_on(bundle, index, variant, local) is not None:
                     tested.add(variant)
                     continue
-                result = verdicts.known(variant, local)
+                result = self_tests.known(variant, local)
                 if result is None:
                     left.setdefault(variant, Untested(bundle, index, variant))
                 elif result.right:

@@ -31,7 +31,7 @@ from ...kernels.chips import chip_named
 from ...kernels.entry import ALIGNMENT_BYTES
 from ...kernels.rowops import CODE_OPS
 from ...kernels.spec import code_of, reads_in_place, takes_codes_of_x
-from .. import settings, verdicts
+from .. import self_tests, settings
 from ..check.call import MAX_RANK
 from ..dispatch import compiled, plans
 from ..dispatch import snapshot as bundles
@@ -72,7 +72,7 @@ _ITEM_BYTES = 2  # of what such code reads
 INSIDE = "in the GEMM's kernel, as part of its reduction"
 
 
-class LowRankVerdict(NamedTuple):
+class LowRankChoice(NamedTuple):
     """The variants that have the part in them, the first of which runs; or none, and why that is."""
 
     candidates: tuple[Candidate, ...]
@@ -109,24 +109,24 @@ def with_columns(text: str | None, rank: int) -> str:
     return f"{text}: {wide} columns{own}" if text == INSIDE else str(text)
 
 
-def verdict(
+def low_rank_choice(
     snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, aligned: bool, strict: bool
-) -> LowRankVerdict:
-    """Decide a problem with ``Fusion.LOW_RANK`` as ``launch/ready.py`` and ``launch/quantised.py`` do."""
+) -> LowRankChoice:
+    """Decide a problem with ``Fusion.LOW_RANK`` as ``launch/product_kernels.py`` and ``launch/quantised.py`` do."""
     why = _ruled_out(problem, aligned=aligned, strict=strict)
     if why is not None:
-        return LowRankVerdict((), why)
+        return LowRankChoice((), why)
     code = problem._replace(fusion=code_of(problem.op, problem.fusion))
     best = with_low_part(snapshot, code, M, local)
     if best is None:
-        return LowRankVerdict((), f"no shipped kernel for it runs on sm_{local.sm}")
+        return LowRankChoice((), f"no shipped kernel for it runs on sm_{local.sm}")
     others: list[Candidate] = []
     with contextlib.suppress(Rejected):
         others = modelled(snapshot, code, bucket_of(M), local, snapshot.reserve(local), aligned=True)
     rest = (candidate for candidate in others if candidate.index != best.index or candidate.usable is not best.usable)
     first = not others or best.config == others[0].config
     why = "the cost model's choice" if first else "the config of the GEMM without an adapter"
-    return LowRankVerdict((best, *rest), f"{why}. Only the shipped candidates have low-rank kernels")
+    return LowRankChoice((best, *rest), f"{why}. Only the shipped candidates have low-rank kernels")
 
 
 def _ruled_out(problem: Problem, *, aligned: bool, strict: bool) -> str | None:
@@ -426,7 +426,7 @@ def explain_on(
     ``wide_rows``: the rows of y may be filled up to be aligned. ``coded``: x arrives as codes, with
     ``padded`` in [E, M_max, K].
     """
-    verdicts.recall(local)
+    self_tests.recall(local)
     strict, likely = settings.settings().strict, M if expected_rows is None else expected_rows
     answer = (
         _of_codes(problem, likely, local, aligned, top_k or 0, padded)
@@ -511,7 +511,7 @@ def examine(
     if Fusion.LOW_RANK in problem.fusion:
         alone = problem._replace(fusion=problem.fusion & ~Fusion.LOW_RANK)
         answer = examine(snapshot, alone, M, local, aligned=aligned, strict=strict, top_k=top_k, rows=rows)
-        part = verdict(snapshot, problem, M, local, aligned=aligned, strict=strict)
+        part = low_rank_choice(snapshot, problem, M, local, aligned=aligned, strict=strict)
         return replace(answer, problem=problem, **part.changes())
     if Fusion.SILU in problem.fusion:
         ruled = fused_silu(snapshot, problem, M, local, top_k=top_k, aligned=aligned)

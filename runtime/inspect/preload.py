@@ -25,7 +25,7 @@ from ..dispatch.rowops import ranked
 from ..dispatch.snapshot import Rejected, Snapshot, View
 from ..driver.device import current_device, local_gpu
 from ..launch.loader import load_decided, loaded, may_run
-from ..launch.ready import is_by_torch
+from ..launch.product_kernels import is_by_torch
 from ..ops import layer  # noqa: F401 - most of what a first call imports: it is to be there, too
 from ..settings import at_fork, lock, settings
 from .query import dtype_of_weights, twins_in_fp16
@@ -212,7 +212,7 @@ def preload(
 
 
 def _usable(bundle: BundleFile, index: int, device: int, snapshot: Snapshot, local: LocalGpu) -> int | None:
-    """The handle of a variant that was loaded and is proven; None where it is damaged, or wrong on this GPU."""
+    """The handle of a variant that was loaded and may run; None where it is damaged, or wrong on this GPU."""
     try:
         kernel = loaded(bundle, index, device, local.gpu.sm_count)
         if may_run(bundle, index, kernel, local) is not False:

@@ -1,7 +1,7 @@
 """``python -m pretuned.runtime --self-test``: test all kernels that were never run on these GPUs' capability.
 
 A first use tests code, too, but in the process that serves: code that hangs or faults takes that along. Here child
-processes test it, and where one ends the next goes on after it. Results are remembered (``runtime/verdicts.py``).
+processes test it, and where one ends the next goes on after it. Results are remembered (``runtime/self_tests.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from ...artifacts.errors import CudaError, HostError
 from ...artifacts.limits import printable
 from ...artifacts.records import LocalGpu
-from .. import verdicts
+from .. import self_tests
 from ..dispatch import snapshot as dispatch_snapshot
 from .doctor import Untested, gpus_and_driver, survey
 
@@ -102,7 +102,7 @@ def prove(gpus: Sequence[LocalGpu]) -> SelfTestReport:
         began, untested = time.perf_counter(), Counter[str]()
         for entry, wrong, reason in _results(device, survey(snapshot, local).left):
             if reason is None:
-                verdicts.note(entry.variant, local, verdicts.verdict(wrong is None, wrong or ""))
+                self_tests.note(entry.variant, local, self_tests.result_of_today(wrong is None, wrong or ""))
             else:
                 untested[reason] += 1
         snapshot.reconsider()

@@ -10,7 +10,7 @@ from ...artifacts.errors import BundleError, InputError
 from ...artifacts.limits import MAX_DIM
 from ...artifacts.records import PRECISIONS, DType, Fusion, Layout, Op, Problem, dtypes_of
 from ...kernels.entry import ALIGNMENT_BYTES, has_aligned_rows
-from ...kernels.hopper_w4a16 import prepares
+from ...kernels.hopper_w4a16 import can_be_prepared
 from ...kernels.spec import code_of
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def as_read(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> Problem:
     if not problem.dtype.quantised or problem.layout is not Layout.NK:
         return problem
     plain, stored = problem._replace(op=Op.FORWARD, fusion=Fusion.NONE), problem._replace(layout=Layout.STORED)
-    if not prepares(problem.dtype, problem.N, problem.K):
+    if not can_be_prepared(problem.dtype, problem.N, problem.K):
         return stored
     return stored if not snapshot.serves(plain, local) and snapshot.serves(stored, local) else problem
 
@@ -90,7 +90,7 @@ def of_tensors(
     """Problem, rows, whether all is aligned, and torch's index of the GPU; InputError for what is no call."""
     from ..check import tensors
     from ..check.call import Rows
-    from ..launch import ready
+    from ..launch import product_kernels
     from ..weights.expert_weights import ExpertWeights
 
     if w is None or m_sizes is None:
@@ -102,10 +102,10 @@ def of_tensors(
         return _of_quantised(x, w, m_sizes, w_layout, device, fusion)
     call = tensors.check(x, w, m_sizes, w_layout)
     rows = Rows(Op.FORWARD, call.x, call.w, m_sizes, call.layout, call.M)
-    aligned = ready.rows_aligned(rows, call.x.new_empty((0, call.N)))
+    aligned = product_kernels.rows_aligned(rows, call.x.new_empty((0, call.N)))
     if call.x.is_cuda:
         device = call.x.get_device()
-        problem = ready.problem_of(Op.FORWARD, call.x, call.E, call.N, call.K, call.layout, fusion)
+        problem = product_kernels.problem_of(Op.FORWARD, call.x, call.E, call.N, call.K, call.layout, fusion)
         return problem, call.M, aligned, device
     dtype = tensors.check_cuda_dtype(call.x)
     problem = Problem(Op.FORWARD, dtype, call.E, call.N, call.K, call.layout, code_of(Op.FORWARD, fusion))
@@ -116,14 +116,14 @@ def but_for_y(x: object, w: object, m_sizes: object, w_layout: str) -> bool:
     """True if x and w are aligned, so that only y's rows may not be multiples of 16 bytes."""
     from ..check import tensors
     from ..check.call import Rows
-    from ..launch import ready
+    from ..launch import product_kernels
     from ..weights.expert_weights import ExpertWeights
 
     if isinstance(w, ExpertWeights) or x.dim() == 3:  # type: ignore[attr-defined]
         return False
     call = tensors.check(x, w, m_sizes, w_layout)  # type: ignore[arg-type]
     rows = Rows(Op.FORWARD, call.x, call.w, call.m_sizes, call.layout, call.M)
-    return ready.rows_aligned(rows, call.x.new_empty((0, -(-call.N // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)))
+    return product_kernels.rows_aligned(rows, call.x.new_empty((0, -(-call.N // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)))
 
 
 def _of_quantised(

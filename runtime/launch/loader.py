@@ -12,7 +12,7 @@ from ...artifacts.records import Gpu, LocalGpu, Problem, RowOp, Variant, cuda_ve
 from ...artifacts.wire import corrupt
 from ...kernels.arch import ARCHS, arch_of
 from ...kernels.registry import undeclared
-from .. import verdicts
+from .. import self_tests
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.decide import Miss, decide
 from ..dispatch.snapshot import Rejected, Snapshot, Usable
@@ -83,7 +83,7 @@ def load_first(
         snapshot.reconsider()
 
 
-def judged_on(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) -> Gpu | None:
+def tested_on(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) -> Gpu | None:
     """The GPU of this capability that the variant was measured and tested on before it shipped; None if on none.
 
     Fallbacks and row kernels, which no choice can name, are tested by this project's own tests, on the capabilities
@@ -94,17 +94,17 @@ def judged_on(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu)
     tested = local.sm in ARCHS and ARCHS[local.sm].tested
     if tested and (isinstance(variant.op, RowOp) or variant.alignment == 1):
         return bundle.gpus[0]
-    return bundle.judged_on(index)
+    return bundle.tested_on(index)
 
 
 def self_test_text(bundle: BundleFile, index: int, variant: Variant, local: LocalGpu) -> str:
     """The variant's self-test result on this GPU, as a phrase."""
-    gpu = judged_on(bundle, index, variant, local)
+    gpu = tested_on(bundle, index, variant, local)
     if gpu is not None:
         return f"tested on {gpu.name}"
     if settings().disable_self_test:
         return "never run on this capability, and PRETUNED_DISABLE_SELF_TEST=1 lets it run untested"
-    result = verdicts.known(variant, local) if local.gpu.name else None
+    result = self_tests.known(variant, local) if local.gpu.name else None
     if result is None:
         return "never run on this capability: tested before its first use, outside a graph capture"
     if result.right:
@@ -130,17 +130,17 @@ def may_run(bundle: BundleFile, index: int, kernel: LoadedKernel, local: LocalGp
         return True
     if settings().disable_self_test:
         return True
-    if judged_on(bundle, index, variant, local) is None:
-        result = verdicts.known(variant, local)
+    if tested_on(bundle, index, variant, local) is None:
+        result = self_tests.known(variant, local)
         if result is None:
             if capturing():
                 return None
-            from .proof import proven  # here, as most code was tested before it was shipped
+            from .proof import self_test  # here, as most code was tested before it was shipped
 
-            with lock("proving"):
-                result = verdicts.known(variant, local)
-                if result is None and not verdicts.is_wrong(variant, local):
-                    result = proven(bundle, kernel, local)
+            with lock("self-test"):
+                result = self_tests.known(variant, local)
+                if result is None and not self_tests.is_wrong(variant, local):
+                    result = self_test(bundle, kernel, local)
         if result is None or not result.right:
             return False
     there.trusted.add(key)

@@ -1,10 +1,10 @@
 """Self-test of kernels that were never run on a GPU's capability: a small GEMM, compared with torch.
 
-A bundle says where a variant was measured, and so tested (``BundleFile.judged_on``). On any other capability, and
-for code that was never measured, ``loader.may_run`` runs a self-test before the first use on a machine: some
-milliseconds on that GPU (``trials.py`` for row kernels, this file for GEMMs). ``runtime/verdicts.py`` keeps the result.
-A wrong variant is not used from then on: dispatch selects another, or torch. In a graph capture no test can run, so
-untested code is not used.
+A bundle says where a variant was measured, and so tested (``BundleFile.tested_on``). On any other capability, and for
+code that was never measured, ``loader.may_run`` runs a self-test before the first use on a machine: some milliseconds
+on that GPU (``trials.py`` for row kernels, this file for GEMMs). ``runtime/self_tests.py`` keeps the result. A wrong
+variant is not used from then on: dispatch selects another, or torch. In a graph capture no test can run, so untested
+code is not used.
 
 Only a wrong result, a fault of the GPU or a hang makes code wrong. A test that fails otherwise says nothing about the
 code: this process leaves it out, and the next process tests it again.
@@ -23,7 +23,7 @@ from ...artifacts.bundle_file import BundleFile
 from ...artifacts.errors import CudaError
 from ...artifacts.limits import printable
 from ...artifacts.records import LocalGpu, Variant, cuda_version
-from .. import verdicts
+from .. import self_tests
 from ..driver import cuda
 from ..driver.cuda import Unfinished
 from ..driver.device import device as device_of
@@ -33,7 +33,7 @@ from .trials import TrialPlace, trial, trial_place
 _log = logging.getLogger(__name__)
 
 
-def proven(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> verdicts.Verdict | None:
+def self_test(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> self_tests.Result | None:
     """Test a kernel, keep the result, log a wrong one; None where it could not be tested, which is logged, too."""
     began = time.perf_counter()
     broken = None
@@ -44,7 +44,7 @@ def proven(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> ve
     except (torch.cuda.OutOfMemoryError, cuda.OutOfMemory, cuda.Unusable):
         raise
     except Exception as error:
-        verdicts.leave_out(kernel.variant, local)
+        self_tests.leave_out(kernel.variant, local)
         _log.warning(
             "pretuned: could not test %s of %s on %s: %s. This process runs another kernel, or torch, instead; "
             "the next process tests it again",
@@ -54,8 +54,8 @@ def proven(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> ve
             first_line(error),
         )
         return None
-    result = verdicts.verdict(wrong is None, wrong or "")
-    verdicts.note(kernel.variant, local, result)
+    result = self_tests.result_of_today(wrong is None, wrong or "")
+    self_tests.note(kernel.variant, local, result)
     if wrong is None:
         _log.info(
             "pretuned: %s passed its self-test on %s, in %.1f ms",

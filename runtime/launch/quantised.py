@@ -14,7 +14,7 @@ from ...artifacts.errors import InputError
 from ...artifacts.records import DType, Fusion, Layout, Op, Problem, RowOp
 from ...kernels.activations import Activation
 from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
-from ...kernels.hopper_w4a16 import prepares
+from ...kernels.hopper_w4a16 import can_be_prepared
 from ...kernels.rowops import ANY_ROWS, CODE_OPS, PICKED
 from ...kernels.spec import reads_in_place
 from ..check.tensors import address_of, row_stride
@@ -23,19 +23,19 @@ from ..driver.device import capturing, local_gpu, platform_supported
 from ..settings import settings
 from ..weights.expert_weights import ExpertWeights
 from . import rowops
-from .program import Step
-from .ready import (
-    Ready,
+from .product_kernels import (
+    ProductKernel,
     after_gather,
     index_step,
-    kept,
     kernel_for,
     kernel_of_rows,
+    lookup,
     low_rank_kernel,
     may_clear,
     of_rows,
     problem_of,
 )
+from .program import Step
 
 if TYPE_CHECKING:
     from ..check.call import Rows, Starts
@@ -50,18 +50,18 @@ _MOST_APART = (1 << 31) - 1
 _log = logging.getLogger(__name__)
 
 
-def ready_for_quantised(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
+def kernel_for_quantised(call: Rows, w: ExpertWeights, y: torch.Tensor) -> ProductKernel | None:
     """The kernel for this product of w into y and all like it, for the layout that w is in; None: no bundle has one."""
     if call.x_scale is not None:
-        return ready_for_codes(call, w, y)
+        return kernel_for_codes(call, w, y)
     if not w.kernel_dtypes or call.x.dtype is not torch.bfloat16:
         return None
     if not w.is_prepared:
         _advise(w, call.x.get_device())
     elif call.op is Op.FORWARD:
-        ready = _of_prepared(call, w, y)
-        if ready is not None:
-            return ready
+        kernel = _of_prepared(call, w, y)
+        if kernel is not None:
+            return kernel
     return _of_codes_as_they_are(call, w, y)
 
 
@@ -80,8 +80,8 @@ def _advise(w: ExpertWeights, device: int) -> None:
             )
 
 
-def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> Ready | None:
-    """The kernel for a product of prepared w and a low-rank part (``ready.may_add_low_part``); or None.
+def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> ProductKernel | None:
+    """The kernel for a product of prepared w and a low-rank part (``product_kernels.may_add_low_part``); or None.
 
     Rows are gathered beforehand. A forward that may quantise x has none: that is faster than this would be.
     """
@@ -97,7 +97,7 @@ def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> Ready | None:
     fixed = (w.format, E, N, K, low.x.shape[1], call.gather_divisor, fused.value, call.m_sizes.dtype, zeroes)
     key = ("low rank of codes", call.op.value, *fixed, call.bucket, device)
 
-    def build() -> Ready | None:
+    def build() -> ProductKernel | None:
         problem = problem_of(call.op, call.x, E, N, K, Layout.NK, Fusion.LOW_RANK, dtypes[-1])
         kernel = low_rank_kernel(problem, call.bucket, device)
         if kernel is None:
@@ -107,10 +107,10 @@ def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> Ready | None:
         how = Fused(fused, index_step(call) if call.uses_index else 1, call.gather_divisor or 1, zeroes)
         return after_gather(kernel, problem, call, how) if first else of_rows(kernel, problem, call, how)
 
-    return kept(key, build)
+    return lookup(key, build)
 
 
-def ready_for_activated(call: Rows, w: ExpertWeights, y: torch.Tensor | None = None) -> Ready | None:
+def kernel_for_activated(call: Rows, w: ExpertWeights, y: torch.Tensor | None = None) -> ProductKernel | None:
     """The kernel for a product of act(h), where x is h: its row kernel makes codes of act(h) in new memory.
 
     y is dense [M, N], or new memory. None where there is no such row kernel, or x is not to be quantised.
@@ -120,15 +120,15 @@ def ready_for_activated(call: Rows, w: ExpertWeights, y: torch.Tensor | None = N
         return None
     # Use the unfused call's key, so that both share one entry of the table.
     call = call._replace(x=h.new_empty((1, K)), zero_tail=False)
-    ready = ready_for_quantised(call, w, h.new_empty((1, N)) if y is None else y)
-    if ready is None or ready.quantize is None:
+    kernel = kernel_for_quantised(call, w, h.new_empty((1, N)) if y is None else y)
+    if kernel is None or kernel.quantize is None:
         return None
     activate = rowops.launcher(CODE_OPS[w.kernel_dtypes[0]].activation, DType.BF16, device, aligned=True)
-    return None if activate is None else ready._replace(quantize=activate)
+    return None if activate is None else kernel._replace(quantize=activate)
 
 
-def ready_for_codes(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready:
-    """The kernel for a product of x that arrives as codes; ``Ready.quantize`` is the row kernel that orders them.
+def kernel_for_codes(call: Rows, w: ExpertWeights, y: torch.Tensor) -> ProductKernel:
+    """The kernel for a product of x that arrives as codes; its ``quantize`` is the row kernel that orders them.
 
     Raises
     ------
@@ -157,7 +157,7 @@ def ready_for_codes(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready:
     key = ("rows of codes", *fixed, call.bucket, device, call.pin)
     problem = problem_of(call.op, x, E, N, K, Layout.NK, fusion, dtypes[0])
 
-    def build() -> Ready | None:
+    def build() -> ProductKernel | None:
         from ..dispatch.plans import of_codes  # here, as only a first launch needs them
         from .gemm import Fused
         from .loader import load_first, pinned_kernel
@@ -176,16 +176,16 @@ def ready_for_codes(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready:
         fused = Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside)
         return of_rows(kernel, problem, call, fused)._replace(quantize=order)
 
-    ready = kept(key, build)
-    if ready is None:
+    kernel = lookup(key, build)
+    if kernel is None:
         from ..dispatch.plans import lacks_for_codes  # here, as it is an error
 
         lacking = lacks_for_codes(dispatch_snapshot.snapshot(), problem, local_gpu(device), RowOp.ORDER_CODES)
         raise _no_codes((lacking or "no usable bundle has the GEMM").removeprefix("x stays bf16: "))
-    return ready
+    return kernel
 
 
-def ready_for_starts(call: Rows, w: ExpertWeights, y: torch.Tensor | None, stride_y: int) -> Ready | None:
+def kernel_for_starts(call: Rows, w: ExpertWeights, y: torch.Tensor | None, stride_y: int) -> ProductKernel | None:
     """The kernel for a product of codes where they arrive; None: their row kernel is to order them, as for any other.
 
     It has no bias and zeroes nothing, and counts elements of x's scales in int32.
@@ -207,7 +207,7 @@ def ready_for_starts(call: Rows, w: ExpertWeights, y: torch.Tensor | None, strid
         return None
     key = ("in place", w.format, E, N, K, call.m_sizes.dtype, call.bucket, device)
 
-    def build() -> Ready | None:
+    def build() -> ProductKernel | None:
         from ..dispatch.decide import in_place  # here, as only a first launch needs them
         from .loader import load_first
 
@@ -222,7 +222,7 @@ def ready_for_starts(call: Rows, w: ExpertWeights, y: torch.Tensor | None, strid
 
     from .gemm import Fused
 
-    return kept(key, build)
+    return lookup(key, build)
 
 
 def starts_words(starts: Starts, scale: torch.Tensor) -> dict[str, int]:
@@ -250,7 +250,7 @@ def wants_order(w: ExpertWeights, device: int) -> bool:
     (E, N, K), local = w.shape, local_gpu(device)
     dtype = w.kernel_dtypes[-1]
     forward = Problem(Op.FORWARD, dtype, E, N, K)
-    return prepares(dtype, N, K) and platform_supported() and dispatch_snapshot.snapshot().serves(forward, local)
+    return can_be_prepared(dtype, N, K) and platform_supported() and dispatch_snapshot.snapshot().serves(forward, local)
 
 
 def problems_of(w: ExpertWeights, x: torch.Tensor, forward: Fusion, dx: Fusion) -> tuple[Problem, ...]:
@@ -281,7 +281,7 @@ def problems_of(w: ExpertWeights, x: torch.Tensor, forward: Fusion, dx: Fusion) 
     )
 
 
-def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
+def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> ProductKernel | None:
     """A portable kernel for codes in their present layout; it gathers rows itself."""
     x, m_sizes, fusion, (E, N, K), device = call.x, call.m_sizes, call.fusion, w.shape, call.x.get_device()
     size, layout = x.element_size(), Layout.NK if w.is_prepared else Layout.STORED
@@ -296,7 +296,7 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Read
     fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
     key = ("codes", call.op.value, layout.value, *fixed, call.bucket, call.spread, device, aligned, call.pin)
 
-    def build() -> Ready | None:
+    def build() -> ProductKernel | None:
         problem = problem_of(call.op, x, E, N, K, layout, fusion, w.kernel_dtypes[-1])
         if platform_supported() and (both := _by_codes(problem, w.kernel_dtypes)) is not None:
             kernel = _kernel_for_codes(both, problem.dtype, call, device, 0, aligned=aligned)
@@ -313,7 +313,7 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Read
 
         return of_rows(kernel, problem, call, Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside))
 
-    return kept(key, build)
+    return lookup(key, build)
 
 
 def _by_codes(problem: Problem, dtypes: tuple[DType, ...]) -> Problem | None:
@@ -322,7 +322,7 @@ def _by_codes(problem: Problem, dtypes: tuple[DType, ...]) -> Problem | None:
     return problem._replace(dtype=dtypes[0]) if quantises else None
 
 
-def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
+def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> ProductKernel | None:
     """A forward's kernel for prepared weights.
 
     Rows are gathered beforehand, as no such kernel gathers. If the checkpoint asks for quantised x, ``kernel_dtypes``
@@ -348,15 +348,15 @@ def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
     fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
     key = ("prepared", *fixed, call.bucket, device, first, codes is None, call.pin)
 
-    def build() -> Ready | None:
+    def build() -> ProductKernel | None:
         problem = problem_of(call.op, x, E, N, K, Layout.NK, fusion, dtypes[-1])
         if codes is not None and platform_supported():
             from .gemm import Fused
 
             fused = Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside)
-            ready = _of_codes(problem._replace(dtype=codes), dtypes[-1], call, fused)
-            if ready is not None:
-                return ready
+            of_codes = _of_codes(problem._replace(dtype=codes), dtypes[-1], call, fused)
+            if of_codes is not None:
+                return of_codes
         if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format
             return None
         kernel = kernel_for(problem, call.bucket, device, aligned=True, pin=call.pin)
@@ -367,7 +367,7 @@ def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Ready | None:
         fused = Fused(call.fusion, step, call.gather_divisor or 1, zeroes, few, beside)
         return after_gather(kernel, problem, call, fused) if first else of_rows(kernel, problem, call, fused)
 
-    return kept(key, build)
+    return lookup(key, build)
 
 
 def _always_quantises() -> bool:
@@ -376,7 +376,7 @@ def _always_quantises() -> bool:
     return invariance is not None and invariance.quantize_x
 
 
-def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Ready | None:
+def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> ProductKernel | None:
     """A GEMM with quantised x, after a row kernel that quantises it; None if the kernel with bf16 x shall run."""
     device = call.x.get_device()
     kernel = _kernel_for_codes(problem, other, call, device, call.gather_divisor)

@@ -1,7 +1,7 @@
-"""A checked product as steps: a launch in readiness, after what has to be done beforehand.
+"""A checked product as steps: what has to be done beforehand, then the launch.
 
-``resolve`` is asked for every product of rows, and ``resolve_weight`` for dW. ``ready.py`` finds the kernel. A kind of
-product beside these has a function there, and the words of its launch in ``_row_step``.
+``resolve`` is asked for every product of rows, and ``resolve_weight`` for dW. ``product_kernels.py`` finds the
+kernel. A kind of product beside these has a function there, and the words of its launch in ``_row_step``.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
 from ..check.tensors import row_stride
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import local_gpu, platform_supported
-from .program import Step
-from .ready import (
-    Ready,
+from .product_kernels import (
+    ProductKernel,
     index_step,
-    kept,
+    kernel_for_gated,
+    kernel_for_low_rank,
+    kernel_for_weight,
+    lookup,
     name_of,
     problem_of,
-    ready_for,
-    ready_for_gated,
-    ready_for_low_rank,
-    ready_for_weight,
+    product_kernel,
     rows_aligned,
     step_of,
 )
+from .program import Step
 
 if TYPE_CHECKING:
     from ...kernels.activations import Activation
@@ -58,7 +58,8 @@ class Product(NamedTuple):
     """A product of rows: steps, whose operands are the call's tensors by the names of ``Rows`` and ``operands_of``.
 
     Beside them there is ``scratch``, and with ``in_range`` the operand of that name, which this makes of the index and
-    x. ``zeroes`` says that the rows of y that nothing is stored to become zero. ``by_torch`` is as ``Ready`` has it.
+    x. ``zeroes`` says that the rows of y that nothing is stored to become zero. ``by_torch`` is that of
+    ``ProductKernel``.
     """
 
     steps: tuple[Step, ...]
@@ -93,22 +94,22 @@ def resolve(call: Rows, y: torch.Tensor) -> Product | None:
     """The steps of a product into y; None where no bundle has a kernel for it."""
     w = call.w
     if not isinstance(w, torch.Tensor):
-        from .quantised import ready_for_quantised
+        from .quantised import kernel_for_quantised
 
-        ready = ready_for_quantised(call, w, y)
+        kernel = kernel_for_quantised(call, w, y)
     else:
-        ready = ready_for(call, y)
-    if ready is None:
+        kernel = product_kernel(call, y)
+    if kernel is None:
         return None
-    return _product(ready, call, call.fusion, row_stride(y, y.shape[1]), call.index_end(y.shape[0]))
+    return _product(kernel, call, call.fusion, row_stride(y, y.shape[1]), call.index_end(y.shape[0]))
 
 
 def resolve_new(call: Rows, columns: int) -> Product | None:
     """The steps of a plain product of dense weights into new memory; None where no bundle has a kernel for it."""
-    ready = ready_for(call, None)
-    if ready is None:
+    kernel = product_kernel(call, None)
+    if kernel is None:
         return None
-    return _product(ready, call, Fusion.NONE, columns, 0)._replace(by_torch=ready.by_torch)
+    return _product(kernel, call, Fusion.NONE, columns, 0)._replace(by_torch=kernel.by_torch)
 
 
 def resolve_wide(call: Rows) -> tuple[Product, int] | None:
@@ -127,7 +128,7 @@ def resolve_wide(call: Rows) -> tuple[Product, int] | None:
     if not platform_supported() or not rows_aligned(call, x.new_empty((0, wide))):
         return None
 
-    def build() -> Ready | None:
+    def build() -> ProductKernel | None:
         from .. import settings
         from ..dispatch.decide import decide, with_wide_rows  # here, as few calls have such rows
         from .gemm import product_launcher
@@ -149,11 +150,11 @@ def resolve_wide(call: Rows) -> tuple[Product, int] | None:
         launcher = product_launcher(
             kernel, N=wide, w_rows=N, K=K, E=E, strides=strides, m_sizes_step=step_of(call.m_sizes)
         )
-        return Ready(launcher, f"{name_of(problem, kernel)}, rows of {wide} columns")
+        return ProductKernel(launcher, f"{name_of(problem, kernel)}, rows of {wide} columns")
 
     key = ("wide rows", x.dtype, E, N, K, w.stride(), call.m_sizes.dtype, call.bucket, device)
-    ready = kept(key, build)
-    return None if ready is None else (_product(ready, call, Fusion.NONE, wide, 0), wide)
+    kernel = lookup(key, build)
+    return None if kernel is None else (_product(kernel, call, Fusion.NONE, wide, 0), wide)
 
 
 def resolve_gated(call: Rows) -> Product | None:
@@ -161,9 +162,9 @@ def resolve_gated(call: Rows) -> Product | None:
 
     None where no bundle has a kernel that pays (``dispatch/plans.py``), and for a call with anything beside a gather.
     """
-    ready = ready_for_gated(call)
+    kernel = kernel_for_gated(call)
     columns = call.sizes[1] // 2
-    return None if ready is None else _product(ready, call, call.fusion | Fusion.SILU, columns, call.index_end(0))
+    return None if kernel is None else _product(kernel, call, call.fusion | Fusion.SILU, columns, call.index_end(0))
 
 
 def resolve_activated(call: Rows, act: tuple[int, Activation], y: torch.Tensor | None = None) -> Product | None:
@@ -176,31 +177,31 @@ def resolve_activated(call: Rows, act: tuple[int, Activation], y: torch.Tensor |
     if isinstance(w, torch.Tensor):
         return None
     from . import rowops
-    from .quantised import activation_step, ready_for_activated
+    from .quantised import activation_step, kernel_for_activated
 
-    ready = ready_for_activated(call, w, y)
-    if ready is None or ready.quantize is None:
+    kernel = kernel_for_activated(call, w, y)
+    if kernel is None or kernel.quantize is None:
         return None
     _, N, K = call.sizes
-    before = activation_step(ready.quantize, K, act, rowops.used(call.bounds))
-    return _of_codes(ready, before, call, call.fusion, (N, call.index_end(call.M)))
+    before = activation_step(kernel.quantize, K, act, rowops.used(call.bounds))
+    return _of_codes(kernel, before, call, call.fusion, (N, call.index_end(call.M)))
 
 
 def resolve_in_place(call: Rows, y: torch.Tensor | None) -> Product | None:
     """The step of a product of codes at ``call.starts`` into y, or new memory; None: other steps are to do it."""
-    from .quantised import ready_for_starts, starts_words
+    from .quantised import kernel_for_starts, starts_words
 
     if isinstance(call.w, torch.Tensor) or call.starts is None or call.x_scale is None:
         return None
     first, _, packs = call.starts
     stride_y = call.columns if y is None else row_stride(y, call.columns)
-    ready = ready_for_starts(call, call.w, y, stride_y)
-    if ready is None:
+    kernel = kernel_for_starts(call, call.w, y, stride_y)
+    if kernel is None:
         return None
     step = Step.of(
-        ready.launcher,
-        ready.name,
-        {"w_scale": _plain_scale(call.w)} if ready.launcher.plain_scales else {},
+        kernel.launcher,
+        kernel.name,
+        {"w_scale": _plain_scale(call.w)} if kernel.launcher.plain_scales else {},
         absent=tuple([name for name, there in (("starts", first is not None), ("bounds", packs)) if not there]),
         scales=False,
         stride_y_m=stride_y,
@@ -215,10 +216,10 @@ def resolve_low_rank(call: Rows, y: torch.Tensor) -> Product | None:
     if not isinstance(w, torch.Tensor):
         from .quantised import low_rank_of_quantised
 
-        ready = low_rank_of_quantised(call, w)
+        kernel = low_rank_of_quantised(call, w)
     else:
-        ready = ready_for_low_rank(call)
-    return None if ready is None else _product(ready, call, call.fusion, row_stride(y, y.shape[1]), call.index_end(0))
+        kernel = kernel_for_low_rank(call)
+    return None if kernel is None else _product(kernel, call, call.fusion, row_stride(y, y.shape[1]), call.index_end(0))
 
 
 def resolve_weight(
@@ -230,24 +231,24 @@ def resolve_weight(
     strict: bool | None = None,
     bucket: int | None = None,
 ) -> Step | None:
-    """The launch of dw [E, N, K]; None where no bundle has a kernel for it. ``bucket``: as ``ready_for_weight``."""
-    ready = ready_for_weight(dy, x, dw, m_sizes, pin, strict, bucket)
-    if ready is None:
+    """The launch of dw [E, N, K]; None where no bundle has a kernel for it. ``bucket``: as ``kernel_for_weight``."""
+    kernel = kernel_for_weight(dy, x, dw, m_sizes, pin, strict, bucket)
+    if kernel is None:
         return None
     return Step.of(
-        ready.launcher, ready.name, stride_dy_m=row_stride(dy, dy.shape[1]), stride_x_m=row_stride(x, x.shape[1])
+        kernel.launcher, kernel.name, stride_dy_m=row_stride(dy, dy.shape[1]), stride_x_m=row_stride(x, x.shape[1])
     )
 
 
-def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end: int) -> Product:
+def _product(kernel: ProductKernel, call: Rows, fusion: Fusion, stride_y: int, index_end: int) -> Product:
     """``fusion`` is what the call does, in the kernel's words."""
-    x, zeroes = call.x, ready.launcher.zeroes
-    if ready.quantize is not None:
-        return _quantised_product(ready, ready.quantize, call, fusion, (stride_y, index_end))
-    if ready.gather is None:
+    x, zeroes = call.x, kernel.launcher.zeroes
+    if kernel.quantize is not None:
+        return _quantised_product(kernel, kernel.quantize, call, fusion, (stride_y, index_end))
+    if kernel.gather is None:
         index = "index" if call.uses_index else ""
         stride_x = row_stride(x, x.shape[1])
-        step = _row_step(ready, call, {"index": index}, (stride_x, stride_y, index_end if fusion else None))
+        step = _row_step(kernel, call, {"index": index}, (stride_x, stride_y, index_end if fusion else None))
         return Product((step,), zeroes)
     from ..driver.launcher import repeats_rows
     from . import gather as launch_gather  # here, as most calls read rows as they are
@@ -257,9 +258,9 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
     index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
     if x.shape[0] == 1 and call.gather_divisor == call.M and repeats_rows(x.get_device()):
         # All rows are the one token's, and so they are in any call of a number near M: two tokens have twice as many.
-        return Product((_row_step(ready, call, {"index": index}, (0, stride_y, index_end if left else None)),), zeroes)
+        return Product((_row_step(kernel, call, {"index": index}, (0, stride_y, index_end if left else None)),), zeroes)
     gather = launch_gather.step(
-        ready.gather,
+        kernel.gather,
         x,
         top_k=call.gather_divisor,
         M=call.M,
@@ -268,13 +269,15 @@ def _product(ready: Ready, call: Rows, fusion: Fusion, stride_y: int, index_end:
         index="in_range" if checks else "index",
         expected=call.expected,
     )
-    step = _row_step(ready, call, {"x": _GATHERED, "index": index}, (x.shape[1], stride_y, index_end if left else None))
+    step = _row_step(
+        kernel, call, {"x": _GATHERED, "index": index}, (x.shape[1], stride_y, index_end if left else None)
+    )
     in_range = partial(launch_gather.in_range, divisor=call.gather_divisor) if checks else None
     return Product((gather, step), zeroes, (Scratch(_GATHERED, x.shape[1], x.dtype),), in_range)
 
 
 def _quantised_product(
-    ready: Ready, quantize: RowOpLauncher, call: Rows, fusion: Fusion, words: tuple[int, int]
+    kernel: ProductKernel, quantize: RowOpLauncher, call: Rows, fusion: Fusion, words: tuple[int, int]
 ) -> Product:
     """The row kernel ``quantize`` (quantises x, or orders its codes), then the GEMM. ``words``: see ``_of_codes``."""
     from . import gather as launch_gather
@@ -295,10 +298,10 @@ def _quantised_product(
         before = order_step(quantize, call.x, call.x_scale, **how)
     in_range = partial(launch_gather.in_range, divisor=call.gather_divisor) if checks else None
     left = fusion & ~Fusion.GATHER
-    return _of_codes(ready, before, call, left, words)._replace(in_range=in_range)
+    return _of_codes(kernel, before, call, left, words)._replace(in_range=in_range)
 
 
-def _of_codes(ready: Ready, before: Step, call: Rows, left: Fusion, words: tuple[int, int]) -> Product:
+def _of_codes(kernel: ProductKernel, before: Step, call: Rows, left: Fusion, words: tuple[int, int]) -> Product:
     """The step ``before``, which makes x's codes and gathers rows if the call does, then the GEMM.
 
     ``left`` is what else the call does; ``words`` are the stride of y's rows and where indices end.
@@ -308,12 +311,12 @@ def _of_codes(ready: Ready, before: Step, call: Rows, left: Fusion, words: tuple
     (stride_y, end), (_, _, K) = words, call.sizes
     index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
     operands, behind = {"x": _CODES, "x_scale": _CODES, "index": index}, (("x_scale", 0, K),)
-    step = _row_step(ready, call, operands, (K, stride_y, end if left else None), behind)
-    return Product((before, step), ready.launcher.zeroes, (Scratch(_CODES, bytes_of_row(K), torch.uint8),))
+    step = _row_step(kernel, call, operands, (K, stride_y, end if left else None), behind)
+    return Product((before, step), kernel.launcher.zeroes, (Scratch(_CODES, bytes_of_row(K), torch.uint8),))
 
 
 def _row_step(
-    ready: Ready,
+    kernel: ProductKernel,
     call: Rows,
     operands: dict[str, str],
     words: tuple[int, int, int | None],
@@ -325,12 +328,12 @@ def _row_step(
     index_end), the last None if no fusion reads the index. ``behind``: see ``Launcher.bind``.
     """
     stride_x, stride_y, end = words
-    if not isinstance(call.w, torch.Tensor) and ready.launcher.plain_scales:
+    if not isinstance(call.w, torch.Tensor) and kernel.launcher.plain_scales:
         operands = operands | {"w_scale": _plain_scale(call.w)}
     there = {"index": operands["index"], "row_weights": call.row_weights is not None, "bias": call.bias is not None}
     return Step.of(
-        ready.launcher,
-        ready.name,
+        kernel.launcher,
+        kernel.name,
         operands,
         absent=tuple([name for name, present in there.items() if not present]),
         scales=end == call.M or not end,

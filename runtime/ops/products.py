@@ -17,8 +17,8 @@ from ..check import tensors
 from ..check.call import LowPart, Rows
 from ..check.tensors import rows_usable
 from ..driver.device import local_gpu, on
+from ..launch.product_kernels import may_add_low_part
 from ..launch.program import EAGER, EagerExecutor
-from ..launch.ready import may_add_low_part
 from ..launch.steps import (
     Product,
     operands_of,
@@ -155,7 +155,7 @@ def _on_cuda(call: Rows, y: torch.Tensor, end: int, executor: EagerExecutor = EA
     if _launch_rows(call, y, executor):
         return
     from ...kernels import reference
-    from ..launch.ready import rows_aligned
+    from ..launch.product_kernels import rows_aligned
     from . import quantised, torch_fallback
 
     executor.unplanned()

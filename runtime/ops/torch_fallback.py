@@ -13,7 +13,7 @@ from ...artifacts.errors import ProblemNotInBundle
 from ...artifacts.records import Layout
 from ...kernels import reference
 from ..driver import cuda
-from ..launch.ready import grouped_mm
+from ..launch.product_kernels import grouped_mm
 from ..weights.dequantised import Dequantised
 from . import zero_rows
 

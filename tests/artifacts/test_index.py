@@ -52,10 +52,10 @@ def test_where_a_variant_was_judged():
     assert measured
     for order in (range(len(bundle.variants)), reversed(range(len(bundle.variants)))):
         with open_bytes(MEDIUM, "made") as file:
-            assert {i: gpu for i in order if (gpu := file.judged_on(i)) is not None}.keys() == measured.keys()
+            assert {i: gpu for i in order if (gpu := file.tested_on(i)) is not None}.keys() == measured.keys()
     without = golden_bundles.small()._replace(gpus=())
     with open_bytes(codec.encode(without), "made") as file:
-        assert file.judged_on(0) is None
+        assert file.tested_on(0) is None
 
 
 def test_what_any_gpu_measured_was_judged_there():
@@ -67,7 +67,7 @@ def test_what_any_gpu_measured_was_judged_there():
         with open_bytes(codec.encode(bundle), "made") as file:
             if asked:
                 assert file.find(next(iter(bundle.choices))) == row
-            assert {i: file.judged_on(i) for i in named} == named
+            assert {i: file.tested_on(i) for i in named} == named
 
 
 @pytest.mark.parametrize("record", [b"", b"\x90", b"\x91\x90", b"\xc0", b"\x91\x97\0\0\0\0\0\0"])
@@ -75,7 +75,7 @@ def test_a_damaged_record_is_told_where_it_is_asked_where_a_variant_was_judged(r
     top, _ = craft.parts(MEDIUM)
     data = craft.changed(MEDIUM, problems=dict.fromkeys(top["problems"], record))
     with open_bytes(data, "made") as file, pytest.raises(BundleCorrupt, match=r"bundle 'made': .*choices 0"):
-        file.judged_on(0)
+        file.tested_on(0)
 
 
 def test_a_glance_at_gpus_that_are_none():
@@ -247,8 +247,8 @@ def test_who_asked_for_choices_need_read_no_others_to_tell_where_they_were_judge
         file = open_bytes(MEDIUM, "b")
         assert file.find(problem)
         with calls_of(format.read_measured) as read:
-            assert file.judged_on(choice.variant) in bundle.gpus
-            assert file.judged_on(choice.runner_up) in bundle.gpus
+            assert file.tested_on(choice.variant) in bundle.gpus
+            assert file.tested_on(choice.runner_up) in bundle.gpus
         assert read == []
 
 
@@ -257,10 +257,10 @@ def test_where_none_was_judged_each_row_is_read_once():
     file = open_bytes(MEDIUM, "b")
     with calls_of(format.read_measured) as read:
         for _ in range(2):
-            assert file.judged_on(len(golden_bundles.medium().variants)) is None  # no choice names it
+            assert file.tested_on(len(golden_bundles.medium().variants)) is None  # no choice names it
             found = sorted(one.arguments["record"] for one in read)
             assert found == sorted(craft.parts(MEDIUM)[0]["problems"].values())
-    assert open_bytes(craft.changed(MEDIUM, problems={}), "b").judged_on(0) is None
+    assert open_bytes(craft.changed(MEDIUM, problems={}), "b").tested_on(0) is None
 
 
 def test_steps_through_the_rows():

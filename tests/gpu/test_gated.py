@@ -23,7 +23,7 @@ from pretuned.runtime.dispatch.decide import why_not
 from pretuned.runtime.dispatch.plans import Planned
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.inspect.explain import fused_silu
-from pretuned.runtime.launch import ready
+from pretuned.runtime.launch import product_kernels
 from pretuned.runtime.ops import activation
 
 pytestmark = [
@@ -142,7 +142,7 @@ def test_the_product_is_near_the_reference_and_stays_in_its_rows(
         room = torch.full((M + 3, I + 64), nan, device="cuda", dtype=torch.bfloat16)
         a = room[1 : M + 1, :I]
         call = Rows(Op.FORWARD, x, w, routing.m_sizes, Layout.NK, M, index, k)
-        launch = ready.ready_for_gated(call)
+        launch = product_kernels.kernel_for_gated(call)
         assert launch is not None
         stream = torch.cuda.current_stream().cuda_stream
         launch.launcher(

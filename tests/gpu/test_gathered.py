@@ -32,7 +32,7 @@ from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.decide import why_not
 from pretuned.runtime.dispatch.plans import Planned
 from pretuned.runtime.driver.device import local_gpu
-from pretuned.runtime.launch import ready, rowops
+from pretuned.runtime.launch import product_kernels, rowops
 from pretuned.runtime.ops import products
 from pretuned.runtime.ops.routing import Routing
 
@@ -144,7 +144,7 @@ def run(call: Rows, rows: int, switch: Switch, **changes: Any) -> tuple[torch.Te
             (rows, call.sizes[1] if call.op is Op.FORWARD else call.sizes[2]), NAN, device="cuda", dtype=torch.bfloat16
         )
         one = call._replace(**changes)
-        made = ready.ready_for(one, y)
+        made = product_kernels.product_kernel(one, y)
         assert made is not None
         assert (made.gather is not None) is first
         results.append(products.rows(one, y))
@@ -314,7 +314,7 @@ def test_silu_in_the_epilogue_of_rows_gathered_beforehand(switch: Switch, tmp_pa
             results = []
             for first, folder in enumerate(folders):
                 switch.use(folder)
-                made = ready.ready_for_gated(call)
+                made = product_kernels.kernel_for_gated(call)
                 assert made is not None
                 assert (made.gather is not None) is bool(first)
                 a = products.gated_rows(call)

@@ -1,4 +1,4 @@
-"""Code is proven on a real GPU: all that ships for it is right, a cubin under another's record is found and left out.
+"""Code is tested on a real GPU: all that ships for it is right, a cubin under another's record is found and left out.
 
     python -m pytest -q tests/gpu/test_prove.py
 
@@ -39,7 +39,7 @@ from pretuned.artifacts.records import (
     bucket_of,
 )
 from pretuned.kernels import reference
-from pretuned.runtime import explain, grouped_gemm, preload, reload, verdicts
+from pretuned.runtime import explain, grouped_gemm, preload, reload, self_tests
 from pretuned.runtime.driver.device import device as device_of
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.launch import proof
@@ -51,7 +51,7 @@ PROBLEM = Problem(Op.FORWARD, DType.BF16, E, N, K)
 
 
 def measured_here() -> list[Path]:
-    """The shipped bundles whose code was judged on this GPU's capability."""
+    """The shipped bundles whose code was tested on this GPU's capability."""
     if not torch.cuda.is_available():
         return []
     found = []
@@ -166,7 +166,7 @@ class Machine:
 
     def anew(self) -> None:
         """As another process finds it."""
-        verdicts._memory.__init__()  # type: ignore[misc]
+        self_tests._memory.__init__()  # type: ignore[misc]
         device_of(0).trusted.clear()
         self.trials.clear()
         reload()
@@ -279,7 +279,7 @@ def test_what_ships_for_this_gpu_costs_no_trial(machine: Machine, monkeypatch: p
     grouped_gemm(x, w, rows)
     assert "tested on NVIDIA" in str(explain(x, w, rows))
     assert machine.tried == 0
-    assert not verdicts._memory.results
+    assert not self_tests._memory.results
 
 
 def test_the_command_finds_what_is_wrong_and_what_faults(tmp_path: Path) -> None:

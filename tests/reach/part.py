@@ -17,7 +17,7 @@ PART = (
     "runtime/driver",
     "runtime/hooks.py",
     "runtime/settings.py",
-    "runtime/verdicts.py",
+    "runtime/self_tests.py",
 )
 
 # The tests of these.
@@ -37,7 +37,7 @@ TESTS = (
     "tests/runtime/launch/test_rowops.py",
     "tests/runtime/test_fork.py",
     "tests/runtime/test_settings.py",
-    "tests/runtime/test_verdicts.py",
+    "tests/runtime/test_self_tests.py",
 )
 
 # (file, the line as it stands there): why no test reaches it, or one of its ways on.

@@ -26,7 +26,7 @@ from pretuned.kernels.spec import Config, Loads, Schedule, Spec
 from pretuned.runtime import grouped_gemm, reload, sort_routing
 from pretuned.runtime.api.product_plan import PlainPlan
 from pretuned.runtime.dispatch import snapshot
-from pretuned.runtime.launch import ready
+from pretuned.runtime.launch import product_kernels
 
 PROGRAM = "<a program of pretuned>"  # the file of the code that runtime/launch/program.py compiles
 T, TOPK, E, N, K = 7, 2, 4, 8, 12
@@ -216,7 +216,7 @@ def install_candidates_bundle(patch: pytest.MonkeyPatch, folder: Path, bundle: b
 
 def use_low_rank_kernels(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Have float32 kernels that add a low-rank part, among the candidates. (Shipped ones are of bfloat16.)"""
-    patch.setattr(ready, "_LOW_RANK_DTYPES", (torch.float32,))
+    patch.setattr(product_kernels, "_LOW_RANK_DTYPES", (torch.float32,))
     install_candidates_bundle(patch, folder, bundle_bytes(frozenset(LOW_RANK), DType.FP32, PERSISTENT))
 
 

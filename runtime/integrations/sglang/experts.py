@@ -29,7 +29,7 @@ from sglang.srt.runtime_context import get_flags, get_server_args
 from ...artifacts.errors import InputError
 from ...artifacts.records import DType
 from ...kernels.activations import Activation
-from ...kernels.hopper_w4a16 import SIZES, prepares
+from ...kernels.hopper_w4a16 import SIZES, can_be_prepared
 from ...runtime.api.experts import experts_mlp
 from ...runtime.api.moe import moe_mlp
 from ...runtime.check.tensors import DTYPES
@@ -173,7 +173,7 @@ def _unread(layer: Any, config: Any, format: Packing, served: ServedLayer) -> st
     loads = [(product.N, product.K) for product in served.products(served.I)]
     rooms = format.shapes(layer)
     for problem in served.problems:
-        if not prepares(problem.dtype, problem.N, problem.K):
+        if not can_be_prepared(problem.dtype, problem.N, problem.K):
             return f"no kernel is for {problem}: {SIZES}"
     wide = [(product.N, product.K) for product in served.problems]
     if rooms not in (loads, wide):  # SGLang pads some

@@ -14,9 +14,9 @@ from pretuned.kernels.hopper_w4a16 import (
     ROWS_W4A16_MX8,
     ROWS_W4A16_ZERO,
     ZERO_DTYPES,
+    can_be_prepared,
     code_layout,
     padded_width,
-    prepares,
     zero_bytes,
 )
 from pretuned.kernels.registry import refusal
@@ -105,7 +105,7 @@ def test_zero_points_lie_beside_the_codes_and_scales_of_the_format_without(dtype
 def test_only_whole_blocks_are_prepared(dtype: DType, rows: int, columns: int) -> None:
     for N in range(16, 400, 16):
         for K in range(16, 400, 16):
-            assert prepares(dtype, N, K) is (N % rows == 0 and K % columns == 0)
+            assert can_be_prepared(dtype, N, K) is (N % rows == 0 and K % columns == 0)
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)
@@ -277,7 +277,11 @@ def test_a_padded_width_is_the_least_that_can_be_prepared(dtype: DType) -> None:
         if not dtype.quantised:
             assert wide == width
             continue
-        able = [one for one in range(width, 2 * width + 128) if prepares(dtype, one, H) and prepares(dtype, H, one)]
+        able = [
+            one
+            for one in range(width, 2 * width + 128)
+            if can_be_prepared(dtype, one, H) and can_be_prepared(dtype, H, one)
+        ]
         splits = scale is not None and scale.columns and width % scale.columns
         if splits and dtype not in (DType.MXFP4, DType.FP8_BLOCK, DType.FP8_BLOCK_A16):
             assert wide == width

@@ -19,7 +19,7 @@ from pretuned.runtime import grouped_gemm
 from pretuned.runtime.check.call import Rows
 from pretuned.runtime.check.tensors import check
 from pretuned.runtime.launch import steps
-from pretuned.runtime.launch.ready import rows_aligned
+from pretuned.runtime.launch.product_kernels import rows_aligned
 
 SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"
 E, N, K, M = 3, 10, 8, 12

@@ -37,13 +37,13 @@ def book(path: Path, plain: Choice, *gated: Choice, gpus: tuple[Gpu, ...] = (H20
     return write(path, choices, gpus=gpus, specs=how.pop("specs", CODE), **how)
 
 
-def verdict(found: Snapshot, problem: Problem, rows: int, local: LocalGpu, *, aligned: bool) -> Ruled:
+def ruled(found: Snapshot, problem: Problem, rows: int, local: LocalGpu, *, aligned: bool) -> Ruled:
     """What runs, and why; rows are read by one index entry each."""
     return fused_silu(found, problem, rows, local, top_k=1, aligned=aligned)
 
 
 def used(path: Path, local: LocalGpu = ON_H200, rows: int = M, problem: Problem = GATED) -> bool:
-    found = verdict(snapshot(path), problem, rows, local, aligned=True)
+    found = ruled(snapshot(path), problem, rows, local, aligned=True)
     assert (found.chosen is None) == ("faster" not in found.reason)
     return found.chosen is not None
 
@@ -73,7 +73,7 @@ def test_what_the_pass_takes_on_a_gpu_that_nobody_knows_is_nothing(tmp_path: Pat
 
 def test_on_another_gpu_of_the_capability_the_times_are_still_of_one(tmp_path: Path) -> None:
     book(tmp_path / "a.msgpack", measured(M, 0, 210.0), measured(M, 1, 212.0))
-    chosen = verdict(snapshot(tmp_path), GATED, M, ON_H100, aligned=True).chosen
+    chosen = ruled(snapshot(tmp_path), GATED, M, ON_H100, aligned=True).chosen
     assert chosen is not None
     assert (chosen.origin, chosen.match, chosen.index, chosen.gpu) == (Origin.THIS_CAPABILITY, Match.EXACT, 1, H200)
     assert not used(tmp_path, ON_A100)
@@ -99,7 +99,7 @@ def test_times_of_two_sources_are_not_compared(tmp_path: Path) -> None:
     book(tmp_path / "3/a.msgpack", measured(M, 0, 210.0), measured(M, 1, 100.0, gpu=1), gpus=(H200, H100))
     for place in "123":
         assert not used(tmp_path / place)
-        assert "not from one source" in verdict(snapshot(tmp_path / place), GATED, M, ON_H200, aligned=True).reason
+        assert "not from one source" in ruled(snapshot(tmp_path / place), GATED, M, ON_H200, aligned=True).reason
     newer = H200._replace(driver=H200.driver + 1)  # one GPU all the same
     book(tmp_path / "4/a.msgpack", measured(M, 0, 210.0), measured(M, 1, 100.0, gpu=1), gpus=(H200, newer))
     assert used(tmp_path / "4")
@@ -111,7 +111,7 @@ def test_the_choice_is_of_the_bundle_that_runs_the_product(tmp_path: Path) -> No
     assert not used(tmp_path / "1")
     assert used(tmp_path / "2")
     found = snapshot(tmp_path / "1", tmp_path / "2")
-    told = verdict(found, GATED, M, ON_H200, aligned=True)
+    told = ruled(found, GATED, M, ON_H200, aligned=True)
     assert told.chosen is None
     assert "the bundle has no choice for it at M near 8192" in told.reason
     # and the first place's product is what the layer runs
@@ -123,21 +123,21 @@ def test_the_choice_is_of_the_bundle_that_runs_the_product(tmp_path: Path) -> No
 def test_a_variant_that_can_not_run_the_call_is_none(tmp_path: Path) -> None:
     for name, code in {"abi": replace(CODE[1], abi=2), "shared": replace(CODE[1], shared_bytes=250_000)}.items():
         book(tmp_path / name / "a.msgpack", measured(M, 0, 210.0), measured(M, 1, 200.0), specs=(CODE[0], code))
-        told = verdict(snapshot(tmp_path / name), GATED, M, ON_H200, aligned=True)
+        told = ruled(snapshot(tmp_path / name), GATED, M, ON_H200, aligned=True)
         assert told.chosen is None
         assert "can't run here" in told.reason
     book(tmp_path / "a.msgpack", measured(M, 0, 210.0), measured(M, 1, 200.0))
-    assert verdict(snapshot(tmp_path / "a.msgpack"), GATED, M, ON_H200, aligned=False).chosen is None
+    assert ruled(snapshot(tmp_path / "a.msgpack"), GATED, M, ON_H200, aligned=False).chosen is None
 
 
 def test_a_product_that_no_choice_of_its_own_runs_says_nothing(tmp_path: Path) -> None:
     other = PLAIN._replace(N=1024)
     write(tmp_path / "a.msgpack", {other: [modelled(M, 0)]}, specs=CODE)
-    told = verdict(snapshot(tmp_path), GATED, M, ON_H200, aligned=True)
+    told = ruled(snapshot(tmp_path), GATED, M, ON_H200, aligned=True)
     assert told.chosen is None
     assert "no time to compare" in told.reason
     write(tmp_path / "b/b.msgpack", {other._replace(fusion=Fusion.NONE): [modelled(M, 0)]}, specs=SPECS)
-    told = verdict(snapshot(tmp_path / "b"), GATED, M, ON_H200, aligned=True)
+    told = ruled(snapshot(tmp_path / "b"), GATED, M, ON_H200, aligned=True)
     assert told.reason == "no bundle has the plain GEMM"
 
 
@@ -188,7 +188,7 @@ def test_a_form_of_a_later_version_is_skipped_with_its_bundle(tmp_path: Path) ->
     newer.chmod(0o644)
     newer.write_bytes(data)
     found = snapshot(tmp_path / "1", tmp_path / "2")
-    chosen = verdict(found, GATED, M, ON_H200, aligned=True).chosen
+    chosen = ruled(found, GATED, M, ON_H200, aligned=True).chosen
     assert chosen is not None
     assert chosen.usable.path.name == "known.msgpack"
     (skipped,) = found.view(ON_H200, installed=True).skipped

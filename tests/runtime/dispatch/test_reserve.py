@@ -26,7 +26,7 @@ from pretuned.runtime.dispatch.places import Kind, Place, candidates_name, insta
 from pretuned.runtime.dispatch.snapshot import Snapshot, take
 from pretuned.runtime.inspect.explain import examine
 from pretuned.runtime.inspect.query import as_read
-from pretuned.runtime.launch import ready
+from pretuned.runtime.launch import product_kernels
 from pretuned.runtime.settings import Settings
 
 SHIP_EVERYWHERE = [DType.MXFP4, DType.INT4_G32, DType.INT4_G128, DType.INT4_G128_ZP, DType.FP8_BLOCK_A16]
@@ -343,7 +343,7 @@ def test_strict_mode_takes_no_low_rank_part_of_the_candidates(
 ) -> None:
     monkeypatch.setenv("PRETUNED_STRICT", str(int(strict)))
     install_candidates_bundle(monkeypatch, tmp_path, bundle_bytes(frozenset(LOW_RANK), DType.BF16, PERSISTENT))
-    assert (ready.low_rank_kernel(LOW, 64, 0) is None) is strict
+    assert (product_kernels.low_rank_kernel(LOW, 64, 0) is None) is strict
 
 
 @pytest.mark.parametrize(("dtype", "N", "K"), [(DType.INT4_G128, 64, 192), (DType.MXFP4, 100, 208)])

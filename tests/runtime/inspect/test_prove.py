@@ -1,4 +1,4 @@
-"""All code of a GPU proven in child processes: what hangs, dies or is wrong is left out, and the rest goes on."""
+"""All code of a GPU tested in child processes: what hangs, dies or is wrong is left out, and the rest goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.records import Choice, DType, LocalGpu, Op, Problem, Source
 from pretuned.kernels.spec import Config, Spec
 from pretuned.runtime import __main__ as command
-from pretuned.runtime import reload, verdicts
+from pretuned.runtime import reload, self_tests
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.inspect import doctor, prove
@@ -83,7 +83,7 @@ def test_what_is_wrong_or_faults_is_left_out_and_the_rest_goes_on(made: Make) ->
         assert "Please file this line" in line
         assert f"wrong     {line}" in str(told)
     assert [one.index for one in survey(taken, ON_A100).left] == [4]
-    assert len(verdicts.left_out(ON_A100)) == 2
+    assert len(self_tests.left_out(ON_A100)) == 2
     made("die", "die", "die", "die", "right", "die", scripted=True)  # what was tested is not run again
     (found,) = prove.prove([ON_A100]).gpus
     assert (found.passed, len(found.wrong), found.untested) == (4, 2, ())
@@ -104,7 +104,7 @@ def test_what_says_nothing_about_the_code_is_told_once_and_tried_again(made: Mak
         "1 kernel: the process that tested it ended by SIGKILL",
     ]
     assert f"untested  {found.untested[0]}. Run this again to test them" in str(told)
-    assert len(verdicts.left_out(ON_A100)) == 1
+    assert len(self_tests.left_out(ON_A100)) == 1
     assert [one.index for one in survey(taken, ON_A100).left] == [1, 2, 3, 4, 5]
     made(*["right"] * 9, scripted=True)
     (found,) = prove.prove([ON_A100]).gpus
@@ -122,7 +122,7 @@ def test_a_kernel_whose_code_is_damaged_is_not_wrong(made: Make, clean_places: P
     assert (found.passed, found.wrong) == (1, ())
     (line,) = found.untested
     assert line.startswith("1 kernel: bundle ")
-    assert verdicts.left_out(ON_A100) == ()
+    assert self_tests.left_out(ON_A100) == ()
     assert [one.index for one in survey(taken, ON_A100).left] == [1]
 
 
@@ -135,7 +135,7 @@ def test_a_bundle_whose_file_goes_is_not_wrong(how: str, made: Make) -> None:
     (line,) = found.untested
     assert line.startswith("8 kernels: ")
     assert "a.msgpack" in line
-    assert verdicts.left_out(ON_A100) == ()
+    assert self_tests.left_out(ON_A100) == ()
     assert len(survey(taken, ON_A100).left) == 8
 
 
@@ -209,7 +209,7 @@ def test_a_child_that_cannot_begin_proves_nothing(made: Make, monkeypatch: pytes
     monkeypatch.setenv("TOO_LONG", "x" * (1 << 20))  # for an environment of Linux
     with pytest.raises(HostError, match=f"can't start '{sys.executable}': Argument list too long"):
         prove.prove([ON_A100])
-    assert verdicts.left_out(ON_A100) == ()
+    assert self_tests.left_out(ON_A100) == ()
 
 
 def test_what_was_measured_elsewhere_on_the_capability_is_not_run(made: Make) -> None:

@@ -27,13 +27,13 @@ from pretuned.kernels.activations import KINDS
 from pretuned.kernels.rowops import MAKES_CODES, RowOpSpec
 from pretuned.kernels.spec import Config
 from pretuned.kernels.spec import Spec as KernelSpec
-from pretuned.runtime import explain, grouped_gemm, preload, reload, verdicts
+from pretuned.runtime import explain, grouped_gemm, preload, reload, self_tests
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.driver import cuda
 from pretuned.runtime.launch import proof
 from pretuned.runtime.launch.gemm import LoadedKernel, load_kernel
-from pretuned.runtime.launch.loader import judged_on
+from pretuned.runtime.launch.loader import tested_on
 from pretuned.runtime.launch.rowops import launcher
 
 SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"
@@ -259,11 +259,11 @@ def test_code_that_does_nothing_is_found_whatever_it_is(name: str) -> None:
 
 
 def test_shipped_code_for_tested_capabilities_is_judged_and_other_code_is_not() -> None:
-    """Every variant of a bundle that was measured costs nothing on its capability; all the others are to be proven."""
+    """Every variant of a bundle that was measured costs nothing on its capability; all the others are to be tested."""
     for path in sorted(SHIPPED.glob("*.msgpack")):
         with open_bundle(path) as file:
             here = LocalGpu(file.target.sm, Gpu("a GPU", 100, 1 << 16, 13000))
-            found = {judged_on(file, i, one, here) for i, one in enumerate(file.variants())}
+            found = {tested_on(file, i, one, here) for i, one in enumerate(file.variants())}
             assert found == (set(file.gpus) if file.gpus else {None}), path.name
             untested = path.stem == "weights-sm90"  # whose self-tests run before their first use
             assert bool(file.gpus) == (file.target.sm == 90 and not untested), path.name
@@ -279,11 +279,11 @@ def test_a_measured_choice_judges_its_variant_and_its_runner_up_alone(tmp_path: 
             with open_bundle(path) as file:
                 if asked:
                     file.find(host_problem())
-                found = [judged_on(file, i, one, there) for i, one in enumerate(file.variants())]
+                found = [tested_on(file, i, one, there) for i, one in enumerate(file.variants())]
                 # What no choice names is run by this project's own tests on 9.0.
                 assert found == [there.gpu, there.gpu, None, there.gpu if sm == 90 else None]
                 for elsewhere in (ON_L40S, LocalGpu(86, there.gpu)):
-                    assert judged_on(file, 0, file.variant(0), elsewhere) is None
+                    assert tested_on(file, 0, file.variant(0), elsewhere) is None
 
 
 def host_problem() -> Problem:
@@ -311,7 +311,7 @@ class Machine(EmulatedGpu):
 
     def anew(self, *, driver: int = L40S.driver) -> None:
         """Another process begins."""
-        verdicts._memory.__init__()  # type: ignore[misc]
+        self_tests._memory.__init__()  # type: ignore[misc]
         forget()
         self.gpu = L40S._replace(driver=driver)
         self.launches.clear()
@@ -435,7 +435,7 @@ def test_a_pass_that_is_not_proven_is_asked_for_again_after_a_capture(machine: M
     assert machine.snapshot.passes == {}
     machine.capturing = False
     with open_bundle(machine.folder / "b.msgpack") as file:
-        assert judged_on(file, 0, combine[0], machine.local) is None
+        assert tested_on(file, 0, combine[0], machine.local) is None
     assert launcher(RowOp.COMBINE, DType.FP32, 0, aligned=True) is not None
     assert [one.code.op for one in machine.tried] == [RowOp.COMBINE]
 
@@ -450,7 +450,7 @@ def test_it_can_be_switched_off(machine: Machine, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_was_measured_on_this_capability_is_used_as_it_is(machine: Machine) -> None:
-    """On another GPU of it, too; and no verdict is looked for."""
+    """On another GPU of it, too; and no result is looked for."""
     emulated_kernels.write(
         machine.folder / "a.msgpack",
         [product_code(0, "m")],
@@ -461,7 +461,7 @@ def test_what_was_measured_on_this_capability_is_used_as_it_is(machine: Machine)
     machine.anew()
     assert machine.call()
     assert machine.tried == []
-    assert verdicts._memory.read == set()
+    assert self_tests._memory.read == set()
     assert "tested on NVIDIA L4" in str(explain(PROBLEM, M=M))
 
 

@@ -12,7 +12,7 @@ from pretuned.artifacts.records import DType, Layout, Op, RowOp
 from pretuned.kernels.rowops import MOST_EXPERTS
 from pretuned.runtime import grouped_gemm, grouped_gemm_dX
 from pretuned.runtime.check.call import Rows
-from pretuned.runtime.launch import ready
+from pretuned.runtime.launch import product_kernels
 from pretuned.runtime.ops import zero_rows
 from pretuned.runtime.ops.products import rows
 
@@ -153,7 +153,7 @@ def test_else_it_is_done_before(device: Device, monkeypatch: pytest.MonkeyPatch,
     index, m_sizes = torch.randperm(M), torch.tensor([3, 0, 5, 2])
     form: dict[str, object] = {"permute_y": True}
     if what == "many rows":
-        monkeypatch.setattr(ready, "_SHORT_TO_CLEAR" if specialized else "_FEW_TO_CLEAR", M - 1)
+        monkeypatch.setattr(product_kernels, "_SHORT_TO_CLEAR" if specialized else "_FEW_TO_CLEAR", M - 1)
     if what == "gathered too":
         x, form = x[:T], form | {"permute_x": True}
     if what == "fewer weights":  # of y's rows those without a weight take no part
@@ -182,7 +182,7 @@ def test_a_warp_of_specialised_code_clears_more_rows(
     device: Device, monkeypatch: pytest.MonkeyPatch, what: str, clears: bool
 ) -> None:
     """Than code that has programs for it: as many as the product hides."""
-    monkeypatch.setattr(ready, "_FEW_TO_CLEAR", 1)
+    monkeypatch.setattr(product_kernels, "_FEW_TO_CLEAR", 1)
     x, w = clearing(device, True)
     limits = {
         "of large matrices": {"_SHORT_TO_CLEAR": 1, "_LARGE_MATRIX": w[0].numel()},
@@ -191,7 +191,7 @@ def test_a_warp_of_specialised_code_clears_more_rows(
         "most unnamed": {"_MOST_PER_ROW": 0, "_FEW_TO_CLEAR": M},
     }
     for name, value in limits.get(what, {}).items():
-        monkeypatch.setattr(ready, name, value)
+        monkeypatch.setattr(product_kernels, name, value)
     grouped_gemm(x, w, torch.tensor([3, 0, 5, 2]), TOPK, torch.randperm(M), permute_y=True)
     assert device.cleared == ([] if clears else [RowOp.CLEAR] * 2)
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records import PRECISIONS, DType
-from pretuned.kernels.hopper_w4a16 import prepares
+from pretuned.kernels.hopper_w4a16 import can_be_prepared
 from pretuned.runtime import ExpertWeights, grouped_gemm
 from pretuned.runtime.weights import codes
 from pretuned.runtime.weights.prepared_layout import BLOCK, K_ORDER, ORDERS
@@ -149,7 +149,7 @@ def test_threads_that_prepare_the_same_weights_have_one_result() -> None:
 def test_a_checkpoint_s_tensor_does_not_fit_into_prepared_codes(format: str) -> None:
     """(For E, N and K of 1 and of one block, too, where shapes broadcast.)"""
     for E, N, K in ((2, 128, 256), (1, 128, 128), (1, 64, 64), (1, 64, 4096), (1, 64, 1024), (1, 64, 128)):
-        if not prepares(made(format, E, N, K).kernel_dtypes[-1], N, K):
+        if not can_be_prepared(made(format, E, N, K).kernel_dtypes[-1], N, K):
             continue
         w, other = made(format, E, N, K), made(format, E, N, K)
         prepared = w.prepare()
@@ -363,7 +363,7 @@ def test_prepared_weights_are_the_same_and_go_back_bit_for_bit(format: str, N: i
     before, values = bits_of(w), w.dequantize(torch.float32)
     dtype = w.kernel_dtypes[0]
     w = w.prepare()
-    assert w.order == (ORDERS[format].number if prepares(dtype, N, K) else 0)
+    assert w.order == (ORDERS[format].number if can_be_prepared(dtype, N, K) else 0)
     assert w.is_prepared or all(same(w, before))
     assert torch.equal(w.dequantize(torch.float32), values)
     state = {name: one.clone() for name, one in w.state_dict().items()}
@@ -381,11 +381,11 @@ def test_prepared_weights_are_the_same_and_go_back_bit_for_bit(format: str, N: i
 
 @pytest.mark.parametrize("format", ORDERS)
 def test_what_a_kernel_needs_is_what_weights_are_prepared_for(format: str) -> None:
-    """The plan asks ``prepares`` of sizes alone, before there are weights."""
+    """The plan asks ``can_be_prepared`` of sizes alone, before there are weights."""
     for N, K in itertools.product((32, 64, 96, 128, 192), (32, 64, 96, 128, 160, 192)):
         w = made(format, 1, N, K)
         dtype = w.kernel_dtypes[0]
-        assert bool(w.prepare().order) is prepares(dtype, N, K), (N, K)
+        assert bool(w.prepare().order) is can_be_prepared(dtype, N, K), (N, K)
 
 
 def test_an_mxfp4_scale_that_has_no_room_leaves_all_as_they_are() -> None:

@@ -36,7 +36,7 @@ _LOW_RANK_DTYPES = (torch.bfloat16,)  # of what ships: aot/plan/families.py
 _UNKNOWN = object()
 
 
-class Ready(NamedTuple):
+class ProductKernel(NamedTuple):
     """A kernel for all calls of a kind, and what is done to the rows of x before it.
 
     ``gather`` gathers them, which the kernel does not; ``quantize`` makes codes of them, and gathers them if need be.
@@ -50,7 +50,7 @@ class Ready(NamedTuple):
     by_torch: Callable[..., torch.Tensor] | None = None
 
 
-def ready_for(call: Rows, y: torch.Tensor | None) -> Ready | None:
+def product_kernel(call: Rows, y: torch.Tensor | None) -> ProductKernel | None:
     """The kernel for this product into y, or into new memory, and all like it; None where no bundle has one."""
     x, w, m_sizes, fusion = call.x, call.w, call.m_sizes, call.fusion
     if not isinstance(w, torch.Tensor):
@@ -91,7 +91,7 @@ def ready_for(call: Rows, y: torch.Tensor | None) -> Ready | None:
         tf32_allowed(x.dtype),
     )
 
-    def build() -> Ready | None:
+    def build() -> ProductKernel | None:
         problem = problem_of(call.op, x, E, N, K, call.layout, fusion)
         kernel = kernel_of_rows(problem, call, device, aligned=aligned)
         if kernel is None:
@@ -101,13 +101,13 @@ def ready_for(call: Rows, y: torch.Tensor | None) -> Ready | None:
         fused = Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside)
         plain = _gathered_kernel(problem, call, device, checks) if first else None
         plain = None if plain is None or _idles(plain, problem, call) else plain
-        ready = None if plain is None else after_gather(plain, problem, call, fused)
-        ready = ready or of_rows(kernel, problem, call, fused)
+        product = None if plain is None else after_gather(plain, problem, call, fused)
+        product = product or of_rows(kernel, problem, call, fused)
         if aligned and not fusion and call.pin is None and is_by_torch(problem, call.bucket, device):
-            return ready._replace(by_torch=grouped_mm(x.dtype, local_gpu(device).sm, E))
-        return ready
+            return product._replace(by_torch=grouped_mm(x.dtype, local_gpu(device).sm, E))
+        return product
 
-    return kept(key, build)
+    return lookup(key, build)
 
 
 def may_clear(call: Rows, y: torch.Tensor) -> tuple[bool, bool]:
@@ -120,7 +120,7 @@ def may_clear(call: Rows, y: torch.Tensor) -> tuple[bool, bool]:
     return most <= _FEW_TO_CLEAR, hidden and rows <= _MOST_PER_ROW * M
 
 
-def ready_for_gated(call: Rows) -> Ready | None:
+def kernel_for_gated(call: Rows) -> ProductKernel | None:
     """The kernel that stores silu(gate) * up of this product into new memory, if one is faster; else None."""
     x, w, m_sizes, index = call.x, call.w, call.m_sizes, call.index
     if not isinstance(w, torch.Tensor):
@@ -148,7 +148,7 @@ def ready_for_gated(call: Rows) -> Ready | None:
     )
     key = ("gated", *fixed, call.bucket, aligned, device, tf32_allowed(x.dtype))
 
-    def build() -> Ready | None:
+    def build() -> ProductKernel | None:
         problem = problem_of(call.op, x, E, N, K, call.layout, call.fusion)._replace(fusion=Fusion.SILU | Fusion.GATHER)
         kernel = _gated_kernel(problem, call, device, aligned, call.gather_divisor if first else 0, checks)
         if kernel is None:
@@ -159,7 +159,7 @@ def ready_for_gated(call: Rows) -> Ready | None:
         on_load = Fusion.GATHER in kernel.variant.fusion
         return (of_rows if on_load else after_gather)(kernel, problem, call, fused)
 
-    return kept(key, build)
+    return lookup(key, build)
 
 
 def may_add_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: torch.Tensor) -> bool:
@@ -182,7 +182,7 @@ def may_add_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: 
     return is_aligned(ALIGNMENT_BYTES, x.data_ptr(), y.data_ptr(), *pointers, *strides)
 
 
-def ready_for_low_rank(call: Rows) -> Ready | None:
+def kernel_for_low_rank(call: Rows) -> ProductKernel | None:
     """The kernel for a product with a low-rank part (``may_add_low_part``); None where there is none."""
     x, w, m_sizes, low = call.x, call.dense, call.m_sizes, call.low
     if low is None:
@@ -204,7 +204,7 @@ def ready_for_low_rank(call: Rows) -> Ready | None:
     )
     key = ("low rank", call.op.value, call.layout.value, *fixed, call.bucket, device)
 
-    def build() -> Ready | None:
+    def build() -> ProductKernel | None:
         problem = problem_of(call.op, x, E, N, K, call.layout, call.fusion)
         kernel = low_rank_kernel(problem, call.bucket, device)
         if kernel is None:
@@ -213,7 +213,7 @@ def ready_for_low_rank(call: Rows) -> Ready | None:
 
         return of_rows(kernel, problem, call, Fused(call.fusion, step, call.gather_divisor or 1, zeroes))
 
-    return kept(key, build)
+    return lookup(key, build)
 
 
 def low_rank_kernel(problem: Problem, M: int, device: int) -> LoadedKernel | None:
@@ -236,7 +236,7 @@ def low_rank_kernel(problem: Problem, M: int, device: int) -> LoadedKernel | Non
     return load_first(snapshot, choose, local, device)
 
 
-def ready_for_weight(
+def kernel_for_weight(
     dy: torch.Tensor,
     x: torch.Tensor,
     dw: torch.Tensor,
@@ -244,7 +244,7 @@ def ready_for_weight(
     pin: Pin | None,
     strict: bool | None,
     bucket: int | None,
-) -> Ready | None:
+) -> ProductKernel | None:
     """The kernel for dW; ``bucket`` is that of the rows that it is chosen for, None for that of all rows."""
     E, N, K = dw.shape
     bucket, size = bucket or bucket_of(x.shape[0]), x.element_size()
@@ -254,7 +254,7 @@ def ready_for_weight(
     device = x.get_device()
     key = ("weight", x.dtype, E, N, K, m_sizes.dtype, strict, bucket, aligned, device, pin, tf32_allowed(x.dtype))
 
-    def build() -> Ready | None:
+    def build() -> ProductKernel | None:
         problem = problem_of(Op.DW, x, E, N, K, Layout.NK, Fusion.NONE)
         kernel = _kernel(problem, bucket, device, aligned, pin, strict)
         if kernel is None:
@@ -262,12 +262,12 @@ def ready_for_weight(
         from . import gemm
 
         launcher = gemm.product_launcher(kernel, N=N, K=K, E=E, m_sizes_step=step_of(m_sizes))
-        return Ready(launcher, name_of(problem, kernel))
+        return ProductKernel(launcher, name_of(problem, kernel))
 
-    return kept(key, build)
+    return lookup(key, build)
 
 
-def of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Ready:
+def of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> ProductKernel:
     """A kernel for a product of rows, whose w may be quantised."""
     from ...kernels.spec import gemm_of
     from . import gemm
@@ -283,10 +283,10 @@ def of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) ->
         strides=_weight_strides(call.w) if isinstance(call.w, torch.Tensor) else None,
         R=0 if call.low is None else call.low.x.shape[1],
     )
-    return Ready(launcher, name_of(problem, kernel))
+    return ProductKernel(launcher, name_of(problem, kernel))
 
 
-def after_gather(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> Ready | None:
+def after_gather(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> ProductKernel | None:
     """A kernel that does not gather, after a row kernel that does; None if there is no such row kernel."""
     from . import rowops
 
@@ -301,7 +301,7 @@ def name_of(problem: Problem, kernel: LoadedKernel) -> str:
     return f"{problem}: {kernel.config}"
 
 
-def kept(key: tuple[object, ...], build: Callable[[], Ready | None]) -> Ready | None:
+def lookup(key: tuple[object, ...], build: Callable[[], ProductKernel | None]) -> ProductKernel | None:
     snapshot = dispatch_snapshot.snapshot()
     table = snapshot.launchers
     cached: Any = table.get(key, _UNKNOWN)  # read once: another thread may clear the table
@@ -312,11 +312,11 @@ def kept(key: tuple[object, ...], build: Callable[[], Ready | None]) -> Ready | 
         cached = build()
         if cached is None and hooks.jit_allowed():  # in a graph capture nothing is compiled: the next call asks again
             return None
-        if snapshot.put_off != before:  # nor is anything proven
+        if snapshot.put_off != before:  # nor is anything tested
             return cached  # type: ignore[no-any-return]
         table[key] = cached
-    ready: Ready | None = cached
-    return ready
+    product: ProductKernel | None = cached
+    return product
 
 
 def kernel_of_rows(problem: Problem, call: Rows, device: int, *, aligned: bool) -> LoadedKernel | None:

@@ -1,4 +1,4 @@
-"""What is remembered of code that was proven: for which code, GPU and driver, and what becomes of it in a file."""
+"""Results of self-tests: for which code, GPU and driver they are kept, and how a file holds them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from processes import copy_of
 from pretuned.artifacts.locking import lock
 from pretuned.artifacts.publishing import read_checked, write_checked
 from pretuned.artifacts.records import LocalGpu
-from pretuned.runtime import reload, verdicts
-from pretuned.runtime.verdicts import is_wrong, known, note, path_of, verdict
+from pretuned.runtime import reload, self_tests
+from pretuned.runtime.self_tests import is_wrong, known, note, path_of, result_of_today
 
 ONE, OTHER = variant(SPECS[0], b"one"), variant(SPECS[0], b"other")
-RIGHT, WRONG = verdict(True), verdict(False, "y[0, 0] is 1, wanted 2")
+RIGHT, WRONG = result_of_today(True), result_of_today(False, "y[0, 0] is 1, wanted 2")
 
 
 def anew() -> Any:
     """The module as the next process has it: a second copy, which knows nothing yet."""
-    return copy_of(verdicts)
+    return copy_of(self_tests)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_wrong_once_is_wrong_for_good(overlay: Path) -> None:
 
 
 def test_what_a_process_could_not_test_is_no_other_processs_business(overlay: Path) -> None:
-    verdicts.leave_out(ONE, ON_A100)
+    self_tests.leave_out(ONE, ON_A100)
     assert is_wrong(ONE, ON_A100)
     assert known(ONE, ON_A100) is None
     note(OTHER, ON_A100, RIGHT)
@@ -136,7 +136,7 @@ def test_where_nothing_can_be_written_the_process_knows_it_alone(
 ) -> None:
     overlay.parent.mkdir(parents=True)
     overlay.write_text("no directory")
-    with caplog.at_level(logging.INFO, "pretuned.runtime.verdicts"):
+    with caplog.at_level(logging.INFO, "pretuned.runtime.self_tests"):
         note(ONE, ON_A100, WRONG)
         note(OTHER, ON_A100, RIGHT)
     assert [record.levelno for record in caplog.records] == [logging.INFO]
@@ -196,7 +196,7 @@ def test_of_very_many_the_wrong_ones_stay(overlay: Path) -> None:
     head, rows = json.loads(read_checked(path) or b"")
     rows += [[f"{number:064x}", True, "2026-01-04", ""] for number in range(4093)]
     write_checked(path, json.dumps([head, rows]).encode())
-    verdicts.forget()
+    self_tests.forget()
     for number in (0, 2, 3, 4):
         note(every[number], ON_A100, RIGHT._replace(day=f"2026-01-0{2 * number + 1}"))
     process = anew()

@@ -34,7 +34,7 @@ _LOCK_TIMEOUT_S = 2.0  # once a process: whoever holds the overlay's lock that l
 _log = logging.getLogger(__name__)
 
 
-class Verdict(NamedTuple):
+class Result(NamedTuple):
     """A self-test's result: right or wrong, the day (UTC) of the test, and the fault."""
 
     right: bool
@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
     why: str = ""
 
 
-_Results: TypeAlias = "dict[bytes, Verdict]"  # by the digest of a variant's record
+_Results: TypeAlias = "dict[bytes, Result]"  # by the digest of a variant's record
 
 
 class _Memory:
@@ -59,12 +59,12 @@ class _Memory:
 _memory = _Memory()
 
 
-def verdict(right: bool, why: str = "") -> Verdict:
-    """A result of today."""
-    return Verdict(right, time.strftime("%Y-%m-%d", time.gmtime()), why[:_MOST_CHARS])
+def result_of_today(right: bool, why: str = "") -> Result:
+    """Make a result of today."""
+    return Result(right, time.strftime("%Y-%m-%d", time.gmtime()), why[:_MOST_CHARS])
 
 
-def known(variant: Variant, local: LocalGpu) -> Verdict | None:
+def known(variant: Variant, local: LocalGpu) -> Result | None:
     """The variant's result on such a GPU, this process's or one of the file; None without one."""
     recall(local)
     return _memory.results.get((local.sm, local.gpu), {}).get(_digest(variant))
@@ -88,7 +88,7 @@ def recall(local: LocalGpu) -> None:
     if key not in _memory.read:
         path = path_of(local)
         results = {} if path is None else _load(path, local)
-        with lock("verdicts"):
+        with lock("self-test results"):
             for digest, result in results.items():
                 _keep(local, digest, result)
             _memory.read.add(key)
@@ -96,16 +96,16 @@ def recall(local: LocalGpu) -> None:
 
 def leave_out(variant: Variant, local: LocalGpu) -> None:
     """Have this process leave a variant out, which it could not test. The next process tests it again."""
-    with lock("verdicts"):
+    with lock("self-test results"):
         _memory.wrong.setdefault((local.sm, local.gpu), set()).add(_digest(variant))
 
 
-def note(variant: Variant, local: LocalGpu, result: Verdict) -> None:
+def note(variant: Variant, local: LocalGpu, result: Result) -> None:
     """Keep a result, and write all of this process's into the file; that they can't be is logged once, at level INFO.
 
     One call a process waits for the overlay's lock. Where the lock stays busy, later calls try it without waiting.
     """
-    with lock("verdicts"):
+    with lock("self-test results"):
         _keep(local, _digest(variant), result)
     path = path_of(local)
     if path is None or settings().disable_autotune:
@@ -117,7 +117,7 @@ def note(variant: Variant, local: LocalGpu, result: Verdict) -> None:
         check_cache(path.parent)
         with directory_lock(path.parent, _memory.wait_s, required=True):
             results = _load(path, local)
-            with lock("verdicts"):
+            with lock("self-test results"):
                 for digest, noted in _memory.results[local.sm, local.gpu].items():
                     _merge(results, digest, noted)
             _save(path, local, results)
@@ -152,13 +152,13 @@ def _digest(variant: Variant) -> bytes:
     return hashlib.sha256(pack_variant(variant)).digest()
 
 
-def _keep(local: LocalGpu, digest: bytes, result: Verdict) -> None:
+def _keep(local: LocalGpu, digest: bytes, result: Result) -> None:
     key = local.sm, local.gpu
     if not _merge(_memory.results.setdefault(key, {}), digest, result).right:
         _memory.wrong.setdefault(key, set()).add(digest)
 
 
-def _merge(results: _Results, digest: bytes, result: Verdict) -> Verdict:
+def _merge(results: _Results, digest: bytes, result: Result) -> Result:
     """Wrong once is wrong for good."""
     before = results.get(digest)
     if before is None or before.right:
@@ -183,11 +183,11 @@ def _load(path: Path, local: LocalGpu) -> _Results:
         return {}
 
 
-def _row(row: list[object]) -> tuple[bytes, Verdict]:
+def _row(row: list[object]) -> tuple[bytes, Result]:
     digest, right, day, why = row
     if not (isinstance(digest, str) and isinstance(right, bool) and isinstance(day, str) and isinstance(why, str)):
         raise ValueError(f"no test result: {row}")
-    return bytes.fromhex(digest), Verdict(right, day, why)
+    return bytes.fromhex(digest), Result(right, day, why)
 
 
 def _save(path: Path, local: LocalGpu, results: _Results) -> None:
