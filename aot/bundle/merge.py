@@ -236,7 +236,7 @@ def _reason(winner: Key, loser: Key) -> Reason:
 
 
 def _fallbacks(inputs: Sequence[_Input], codes: VariantTable, behind: Sequence[int]) -> list[int]:
-    """The latest fallbacks (or row kernels) of each family, one a config, from the later Triton."""
+    """The fallbacks and row kernels of the latest revision in each family: one for a config, from the latest Triton."""
     best: dict[tuple[Family, int, object], tuple[tuple[int, int, bytes], int]] = {}
     least: dict[tuple[Family, int], int] = {}
     for source in inputs:

@@ -34,8 +34,8 @@ from .subset import Loss, select
 UNMEASURED = 1.03
 NOT_FASTER = 1.001  # least factor on the time of a variant that does not beat the modelled choice
 
-# Time of the runtime's launches around torch's grouped_mm: three for the ends of the experts' rows (2 us each at most),
-# and in dX as many to zero the rows past them. A guess: benchmarks/speed/by_torch.py times it.
+# Estimated time of the runtime's launches around torch's grouped_mm: three for the ends of the experts' rows, 2 us each
+# at most; in dX three more, which zero the rows past them. benchmarks/speed/by_torch.py measures it.
 AROUND_TORCH_NS = {Op.FORWARD: 5_000, Op.DX: 10_000}
 
 ConfigPairs = tuple[tuple[str, int], ...]

@@ -189,7 +189,7 @@ def find_libraries(device: torch.device) -> Libraries:
 
 
 def reason(error: Exception) -> str:
-    """An error in one line."""
+    """The first line of an error's text, or its type if it has none."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 

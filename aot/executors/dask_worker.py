@@ -248,7 +248,7 @@ async def end(session_id: str) -> None:
 
 
 def _holding(session: Session, data: bytes) -> _Held:
-    """The held session of this id; all others are closed, as two would share the GPU's memory."""
+    """Return the session of this id, made if it is new, and close all others: two would share the GPU's memory."""
     if session.id in _ended:
         raise WorkerLost(DIED, _ENDED)
     for other in [id_ for id_ in _held if id_ != session.id]:

@@ -158,7 +158,7 @@ def weights(
 
 
 _E8M0 = {"e2m1": (119, 124), "e4m3": (114, 117)}  # scales of 2**-8 to 2**-4, and of 2**-13 to 2**-11
-_WIDTHS = {"int4": (1e-2, 5e-3), "e4m3": (5e-4, 2e-4)}  # of the range of other scales, and the least of them
+_WIDTHS = {"int4": (1e-2, 5e-3), "e4m3": (5e-4, 2e-4)}  # the range of other scales: its width, its least number
 
 
 def quantised_weights(

@@ -384,7 +384,7 @@ def read(
 def _capability(
     source: str, bundle: Bundle | None, journals: dict[Path, Contents], candidates: str | None, named: Bundle | None
 ) -> int:
-    """The capability of all of these; InputError if there are several, or it is not supported."""
+    """The capability of the bundles and journals of a report; InputError for several, or one without kernels."""
     sms = {source: bundle.target.sm} if bundle is not None else {}
     sms |= {str(path): journal.header.sm for path, journal in journals.items()}
     if candidates is not None and named is not None:

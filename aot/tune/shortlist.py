@@ -23,7 +23,7 @@ _OTHER_FORM = 0.25  # distance to a cell of the same shape with another fusion
 _OTHER_SHAPE = 0.5  # distance to another shape with as many rows per expert, in doublings of M ...
 _SIZE = 0.2  # ... plus this for each doubling of E, N and K
 
-FORMS = (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)  # in the order in which they are measured
+FUSIONS = (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)  # in the order in which they are measured
 
 ConfigPairs = tuple[tuple[str, int], ...]
 
@@ -72,13 +72,13 @@ class Winners:
         return self._last[1]
 
     def other_fusion(self, problem: Problem, bucket: int) -> ConfigPairs | None:
-        """The winner of this product and bucket with another fusion of ``FORMS``, if it was measured.
+        """The winner of this product and bucket with another fusion of ``FUSIONS``, if it was measured.
 
         None for a plain product. It is measured first, and it has configs that the fusions don't have.
         """
         if problem.fusion is Fusion.NONE:
             return None
-        for fusion in (form for form in FORMS if form is not problem.fusion):
+        for fusion in (other for other in FUSIONS if other is not problem.fusion):
             config = self.of(problem._replace(fusion=fusion), bucket)
             if config is not None:
                 return config
