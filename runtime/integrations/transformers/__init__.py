@@ -37,10 +37,9 @@ from ...runtime.ops.low_rank import Lora
 from ...runtime.settings import lock, settings
 from ...runtime.weights.expert_weights import ExpertWeights
 from ..served_layer import expected_rows
-from .adapters import NAME, adds_to_codes, any_held, held_by
+from .adapters import NAME, adapted, adds_to_codes, any_held, held_by
 from .gates import recognise
 from .injection import watch, watch_loaded
-from .lora import adapted
 from .packed import keep_compressed_tensors
 from .packed import keep_mxfp4 as keep_mxfp4
 from .quantised import CAPTURED, drop_stale, prepare_parameters, quantised, was_cast, was_prepared
@@ -215,9 +214,9 @@ def experts_forward(
 
     ``self`` is the experts' module: gate_up_proj (up_proj without a gate) and down_proj, [E, N, K] or, with
     ``is_transposed``, [E, K, N]. Where one has an adapter by PEFT's ``target_parameters``, that runs beside its
-    product, and W + s B A is not made (``lora.py``). hidden_states is [T, H], top_k_index and top_k_weights are [T, k].
-    A product is computed in the dtype of its weight, to which what it multiplies and its bias are cast; with quantised
-    weights (``quantised.py``) in that of the tokens, which are not quantised.
+    product, and W + s B A is not made (``adapters.py``). hidden_states is [T, H], top_k_index and top_k_weights are [T,
+    k]. A product is computed in the dtype of its weight, to which what it multiplies and its bias are cast; with
+    quantised weights (``quantised.py``) in that of the tokens, which are not quantised.
 
     One ``moe_mlp`` where what the module does between its products is transformers' own code for an activation that
     ``activate`` has (``gates.py``); else, and where torch.compile traces it, two grouped GEMMs around the module's own

@@ -1,23 +1,138 @@
-"""Adapters of experts that stay quantised: A and B run beside the codes.
+"""PEFT's adapters on experts, run beside the product: W stays as it is. Nothing here imports PEFT.
 
-An experts' module holds the adapters of its weights while a call with them runs. Nothing here imports PEFT.
+Of plain weights ``target_parameters`` puts adapters on, and while a wrapped module runs PEFT has its parameter
+parametrised: reading it makes W + scaling * lhs @ rhs, of every expert. If the parametrization is exactly that, PEFT's
+own code (known by its source), the parameter below it and the two factors are taken instead. Nothing is assumed of
+anything else: it is read, as PEFT has it, and the reason is logged once. PEFT registers its parametrization anew in
+each forward, and torch makes W + scaling * lhs @ rhs once then, to look at its shape and dtype, which are W's. Once
+PEFT's class was recognised it is spared that (``_spare``): W itself is looked at.
+
+Experts that stay quantised hold the adapters of their weights while a call with them runs: A and B run beside the
+codes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+import sys
 from collections.abc import Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ...artifacts.errors import InputError
+from ...runtime.check.call import MAX_RANK
+from ...runtime.check.tensors import PLAIN
 from ...runtime.ops.low_rank import Lora
+from .gates import source_digest
 from .quantised import ENDS, quantised
 
 NAME = "pretuned"
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 _HELD = "_pretuned_adapters"  # in an experts' module while a call with adapters runs: each weight's
+_PEFT = "peft.tuners.lora.layer"
+_SPARED = "_pretuned_spared"  # PEFT's own function, of the one that stands for it
+_CHECK = ParametrizationList.__init__.__code__
+_NEAR = 12  # callers between it and a parametrization's forward, at most: there are six
+
+_log = logging.getLogger(__name__)
+_logged: set[str] = set()
+
+
+def adapted(experts: Any, name: str) -> tuple[torch.Tensor, Lora | None]:
+    """A parameter of the experts' module and its adapter; as it reads where there is none that is recognised."""
+    lists = experts.__dict__.get("_modules", {}).get("parametrizations")
+    if lists is not None and name in lists:
+        parametrizations = lists[name]
+        why = _unknown(parametrizations)
+        if why is None:
+            _spare(type(parametrizations[0]))
+            return parametrizations.original, _lora(parametrizations[0], experts.is_transposed)
+        if why not in _logged:
+            _logged.add(why)
+            _log.warning("pretuned: the whole weight %s is computed in each step, not its adapter alone: %s", name, why)
+    weight: torch.Tensor = getattr(experts, name)
+    return weight, None
+
+
+def _lora(proxy: Any, transposed: bool) -> Lora:
+    """lhs @ rhs is of W's shape: B A, or with W [E, K, N] its transpose."""
+    A, B = (proxy.lhs.transpose(1, 2), proxy.rhs.transpose(1, 2)) if transposed else (proxy.rhs, proxy.lhs)
+    return Lora(A, B, float(proxy.scaling))
+
+
+def _unknown(parametrizations: Any) -> str | None:
+    """Why the parametrizations of a parameter are not one adapter of PEFT's as it is known here."""
+    if len(parametrizations) != 1:
+        return f"it has {len(parametrizations)} parametrizations"
+    proxy, original = parametrizations[0], getattr(parametrizations, "original", None)
+    kind = type(proxy)
+    layer = sys.modules.get(_PEFT)
+    if layer is None or kind.__module__ != _PEFT or getattr(layer, kind.__name__, None) is not kind:
+        return f"a {kind.__module__}.{kind.__qualname__} is no adapter of PEFT's"
+    if kind.__name__ != "_LoraFactorsProxy":
+        because = "several active adapters, one expert, 8-bit weights, or a peft before 0.21"
+        return f"PEFT's {kind.__name__} has no factors ({because})"
+    forward = vars(kind).get("forward")
+    forward = getattr(forward, _SPARED, forward)
+    if not isinstance(forward, FunctionType) or not _is_known(forward.__code__) or "forward" in proxy.__dict__:
+        return "this peft's code for it is not the one that is known here"
+    if (
+        proxy._forward_hooks
+        or proxy._forward_pre_hooks
+        or parametrizations._forward_hooks
+        or parametrizations._forward_pre_hooks
+    ):
+        return "it has hooks"
+    factors = proxy.lhs, proxy.rhs
+    if original is None or type(original) not in PLAIN or any(type(tensor) not in PLAIN for tensor in factors):
+        return f"its tensors are {', '.join(type(tensor).__name__ for tensor in (original, *factors))}"
+    if not isinstance(proxy.scaling, (int, float)) or any(tensor.dim() != 3 for tensor in (original, *factors)):
+        return "its factors are no matrices of each expert"
+    rank = proxy.lhs.shape[2]
+    if not 1 <= rank <= MAX_RANK:
+        return f"its rank is {rank}, more than {MAX_RANK}"
+    return None
+
+
+def _spare(kind: Any) -> None:
+    """From now on PEFT's parametrization does not make the matrices of all experts for torch to look at their shape.
+
+    What torch's check makes is of W's shape and dtype by construction, and is thrown away. Any other call of the
+    parametrization, whoever makes it, runs PEFT's own function.
+    """
+    forward = vars(kind)["forward"]
+    if hasattr(forward, _SPARED):
+        return
+
+    @functools.wraps(forward)
+    def spared(self: Any, W: torch.Tensor) -> Any:
+        return W if not torch.compiler.is_compiling() and _checked() else forward(self, W)
+
+    setattr(spared, _SPARED, forward)
+    kind.forward = spared
+
+
+def _checked() -> bool:
+    """True if torch's ``ParametrizationList.__init__`` is among the callers, which tries a new parametrization."""
+    frame = sys._getframe(2)
+    for _ in range(_NEAR):
+        if frame is None:
+            return False
+        if frame.f_code is _CHECK:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+@functools.lru_cache(maxsize=16)
+def _is_known(code: CodeType) -> bool:
+    """True if the code is PEFT's forward: torch.baddbmm(W, self.lhs, self.rhs, alpha=self.scaling) without autocast."""
+    return source_digest(code) == "4b545d603f1f6049"
 
 
 def codes_name(experts: Any, name: str) -> str | None:

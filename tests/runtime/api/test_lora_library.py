@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pretuned.runtime import ExpertWeights, Lora, grouped_gemm, sort_routing
-from pretuned.runtime.api import lora_library
+from pretuned.runtime.api import torch_library
 
 E, T, TOPK, N, K, R = 4, 11, 2, 12, 10, 4
 SCALE = 0.75
@@ -59,7 +59,7 @@ def test_a_compiled_call_says_what_does_not_fit() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [{}, {"permute_x": True}, {"permute_x": True, "permute_y": True}])
 def test_opcheck(form: dict[str, bool]) -> None:
-    assert lora_library.operator is not None  # the operators are there once the module is
+    assert torch_library.traced is not None  # the operators are there once the module is
     moves = bool(form)
     x = torch.randn(T if moves else 8, K, requires_grad=True)
     routing = sort_routing(torch.randint(0, E, (T, TOPK)), E)

@@ -16,7 +16,7 @@ from pretuned.artifacts.records import Choice, DType, Fusion, Gpu, Layout, Op, P
 from pretuned.kernels.registry import divisibility, unlaunchable
 from pretuned.kernels.spec import Config, Loads, Schedule, Spec
 from pretuned.runtime import ExpertWeights, grouped_gemm, grouped_gemm_dX, hooks, reload
-from pretuned.runtime.api import lora_library, torch_library
+from pretuned.runtime.api import torch_library
 from pretuned.runtime.launch import gemm, quantised, trials
 from pretuned.runtime.launch.trials import TrialPlace
 
@@ -160,7 +160,7 @@ def test_dx_reads_prepared_codes(gpu: Gpu80, format: str) -> None:
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_an_operator_leaves_codes_as_they_are(gpu: Gpu80, monkeypatch: pytest.MonkeyPatch, adapter: bool) -> None:
-    assert {lora_library, torch_library}  # which have the operators
+    assert torch_library  # which has the operators
     gpu.is_hopper()
     w, x = weights("mxfp4"), torch.randn(T, K).bfloat16()
     before, parts = w.codes.clone(), (w.format, w.codes, w.scale, w.zero, w.global_scale)

@@ -11,7 +11,7 @@ from calls import calls_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretuned.integrations import transformers as ours
-from pretuned.integrations.transformers import lora
+from pretuned.integrations.transformers import adapters
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' and PEFT's own
 
@@ -62,7 +62,7 @@ def peft() -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_told() -> None:
-    lora._logged.clear()
+    adapters._logged.clear()
 
 
 def base(kind: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **sizes: int) -> Any:
