@@ -152,7 +152,7 @@ def inputs_of(spec: Spec | RowOpSpec, sm: int) -> CompilerInputs:
     boxes, changes = {}, ""
     constants: dict[str, int | str | bool | None]
     if isinstance(spec, RowOpSpec):
-        constants, divisible = {**rowops.constants(spec)}, rowops.divisibility(spec)
+        constants, divisible = {**rowops.constants(spec, sm)}, rowops.divisibility(spec)
     else:
         boxes, constants, divisible = registry.boxes(spec), registry.constants(spec, sm), registry.divisibility(spec)
         changes = source_of_rewrites_sha256() if rewrites(spec.config) else ""

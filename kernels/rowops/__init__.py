@@ -216,7 +216,7 @@ _QUANTIZE = "rowops.quantize", "feb4c75c38f4f2618066dc92d0f1b5a15e4818e5f20ba7d2
 _ORDER_CODES = "rowops.order_codes", "e03e0583778b02ad515b1d8e2531ca8ff03616024a68c28d9c5bbdb38cd6a098"
 _SORT = "rowops.sort", "ca5611a804955fcba89a115e4794d135c438bc3d390d173e2f538cf02eae150d"
 _PLACE = "rowops.place", "6585ec0db1ffbdfce77812de8531eea7866d992fe5451b55ccc95e1b487b7acf"
-_WEIGHTS = "rowops.weights", "b7a7dcc06e15db687337dbc82dcab7027c8d909e0a4b60ea84caa81b1092ac35"
+_WEIGHTS = "rowops.weights", "0e9cf6ae5bd5e824b3b9c855c845017c24c115d1cb642304e68771bd3f461d80"
 _CLEAR = "rowops.zero_rows", "0c41f4e3da77f98aeca427848589875a5354ec9ecfbc0e1b87a858b34421826a"
 ROW_OPS = (
     Entry("activation", 4, *_ACTIVATION, launched_since=4),
@@ -231,7 +231,7 @@ ROW_OPS = (
     Entry("quantize", 2, *_QUANTIZE, launched_since=2),
     Entry("quantize_rows", 2, *_QUANTIZE_ROWS, launched_since=2),
     Entry("sort_slots", 2, *_SORT, launched_since=2),
-    *(Entry(op.value, 2, *_WEIGHTS, launched_since=2) for op in WEIGHT_OPS),
+    *(Entry(op.value, 3, *_WEIGHTS, launched_since=3) for op in WEIGHT_OPS),
 )
 
 
@@ -360,17 +360,18 @@ class WeightTile(NamedTuple):
 
 def tile_of(op: RowOp, dtype: DType) -> WeightTile:
     """The tile of a kernel of weights; of scales a row, and of LARGEST_WEIGHT, a program goes on to the row's end."""
+    # Best of 4 to 8 tiles each (an H200, both weights of a Qwen3-30B layer).
     if op is RowOp.LARGEST_WEIGHT:
-        return WeightTile(8, 512, 4)
+        return WeightTile(8, 256, 4)
     elements = dtype.precision.w
     scale = elements.scale
     if scale is None:
         raise AssertionError(f"{dtype.value} has no scale")
     if op is RowOp.MOVE_CODES:
-        return WeightTile(64, 128 if elements.bits == 8 else 256, 4)
+        return WeightTile(32, 128, 4) if elements.bits == 8 else WeightTile(64, 256, 4)
     if op is RowOp.QUANTIZE_WEIGHTS and scale.name == "fp32":
-        return WeightTile(scale.rows, scale.columns, 8) if scale.columns else WeightTile(8, 256, 4)
-    return WeightTile(32, 128, 4)
+        return WeightTile(scale.rows, scale.columns, 8) if scale.columns else WeightTile(4, 512, 4)
+    return WeightTile(64 if op is RowOp.QUANTIZE_WEIGHTS and elements.bits == 4 else 32, 128, 4)
 
 
 def tiles(spec: RowOpSpec, E: int, N: int, K: int) -> int:
@@ -395,7 +396,10 @@ def _scale_of(dtype: DType) -> int:
     return _SCALES.index("zero" if scale.zero_bits else scale.name)
 
 
-def _format_constants(spec: RowOpSpec) -> dict[str, int]:
+_CONVERTS_SM = 89  # whose GPUs have an instruction that converts float32 to e4m3
+
+
+def _format_constants(spec: RowOpSpec, sm: int) -> dict[str, int]:
     """The constants that a kernel of weights is compiled for."""
     tile = tile_of(spec.op, spec.dtype)
     of_tile = {"ROWS": tile.rows, "BLOCK": tile.columns}
@@ -407,6 +411,8 @@ def _format_constants(spec: RowOpSpec) -> dict[str, int]:
         return of_tile
     group = 0 if elements.scale.name == "fp32" else elements.scale.columns
     first = {"ELEMENTS": of_tile.pop("ELEMENTS"), "SCALE": _scale_of(spec.dtype), "GROUP": group}
+    if spec.op is RowOp.QUANTIZE_WEIGHTS:
+        first["CONVERTS"] = int(sm >= _CONVERTS_SM)
     return first | of_tile
 
 
@@ -459,10 +465,10 @@ def divisibility(spec: RowOpSpec) -> dict[str, int]:
     return rows | {"columns": elements}
 
 
-def constants(spec: RowOpSpec) -> dict[str, int]:
-    """Return the kernel's compile-time arguments."""
+def constants(spec: RowOpSpec, sm: int = 0) -> dict[str, int]:
+    """Return the kernel's compile-time arguments for a capability; without one those that any GPU can run."""
     if spec.op in WEIGHT_OPS:
-        return _format_constants(spec)
+        return _format_constants(spec, sm)
     rows = {"ROWS": _ROWS[spec.op]} if spec.op in _ROWS else {}
     return {"BLOCK": spec.config.block} | rows
 
