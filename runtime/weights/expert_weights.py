@@ -20,7 +20,7 @@ from .validate import (
     described,
     fit,
     flat,
-    has_nan,
+    nan_among,
     of_dtype,
     overlap,
     place_of_nan,
@@ -271,7 +271,8 @@ class ExpertWeights:
     def can_be_prepared(self) -> bool:
         """True if ``prepare`` would change the layout. Takes the time to read the weights once."""
         order = None if self.is_prepared else _orders().get(self.format)
-        return order is not None and order.fits(self._quantised) and not _has_nan(self)
+        wrong = None if order is None else order.misfits(self._quantised)
+        return wrong is not None and not _is_any([*wrong, *_nan_among(self)])
 
     @property
     def order(self) -> int:
@@ -344,19 +345,21 @@ class ExpertWeights:
                     "ExpertWeights: prepare() in the capture of a CUDA graph, which would read released "
                     "tensors: call it before the capture"
                 )
-            if not order.fits(self._quantised):
+            wrong = order.misfits(self._quantised)
+            if wrong is None:
                 return self
             with torch.inference_mode(False), torch.no_grad():
                 nan: list[torch.Tensor] = []
                 codes = writing.moved_codes(self.format, self.codes, move, nan)
-                if _is_any(nan):
-                    self._log_nan()
-                    return self
                 moves = order.prepared_scale is not None and order.moves(self.scale)
                 scale = writing.moved_scale(self.format, self.scale) if moves else self.scale
                 zero = None if self.zero is None else writing.moved_scale(self.format, self.zero)
             prepared = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
-            _ = prepared.kernel_scale  # derive it now: a graph capture can't
+            prepared._derive(anew=True)  # now: a graph capture can't
+            if _is_any([*wrong, *nan]):  # asked once all work is queued: it waits for the device
+                if _is_any(nan):
+                    self._log_nan()
+                return self
             released, self.__dict__ = self.__dict__, {"format": self.format, "_prepared": prepared}
             synchronize(codes)  # also waits for calls that read the old tensors, before their memory is reused
             del released
@@ -368,7 +371,8 @@ class ExpertWeights:
         Their dtypes and shapes stay, and what is in them is no longer what these say.
         """
         order = _orders().get(self.format)
-        if order is None or self.is_prepared or not order.fits(self._quantised):
+        wrong = None if order is None or self.is_prepared else order.misfits(self._quantised)
+        if order is None or wrong is None or _is_any(wrong):
             return self
         try:
             return self._rewritten(moved=order.prepared_scale is not None and order.moves(self.scale))
@@ -403,7 +407,7 @@ class ExpertWeights:
             zero = None if zero is None else rewrite(zero, *of_scale)
             rewritten = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
             if rewritten.is_prepared:
-                _ = rewritten.kernel_scale
+                rewritten._derive(anew=True)
         synchronize(codes)
         return rewritten
 
@@ -556,7 +560,7 @@ class ExpertWeights:
                 if self.derived is not None:
                     self.derived.copy_(scales)
             if not capturing:  # else the next call writes it again
-                if not (was_derived and anew):
+                if not anew:
                     synchronize(scales)  # before a thread on another stream can see it
                 self._derived_of = source
             if self.derived is None:
@@ -821,14 +825,15 @@ def _check_numbers(weights: ExpertWeights, *, codes: bool) -> None:
         raise bad("scale", "too large for prepared codes", _MOST_SCALES)
     if not zero_has_room(weights.zero):
         raise bad("zero", "out of range for prepared codes", _ZEROS)
-    if codes and _has_nan(weights):
+    if codes and _is_any(_nan_among(weights)):
         stored = map(order.stored, weights.codes) if weights.is_prepared else weights.codes
         raise bad("codes", place_of_nan(stored), _NUMBERS)
 
 
-def _has_nan(weights: ExpertWeights) -> bool:
-    """True if codes have NaN, which only e4m3 can have."""
-    return weights.precision.w.name == "e4m3" and not weights.codes.is_meta and has_nan(weights.codes)
+def _nan_among(weights: ExpertWeights) -> list[torch.Tensor]:
+    """Tensors that are true if codes have NaN, which only e4m3 can have."""
+    is_e4m3 = weights.precision.w.name == "e4m3" and not weights.codes.is_meta
+    return [nan_among(weights.codes)] if is_e4m3 else []
 
 
 def _check_prepared(weights: ExpertWeights) -> None:

@@ -65,7 +65,8 @@ K_ORDER = tuple(16 * s + 8 * h + 2 * c + p for c in range(4) for s in range(4) f
 class CodeOrder(NamedTuple):
     """A prepared layout of codes and scales. ``number`` is what bundles and a saved state call it.
 
-    ``fits(weights)`` says whether weights can be prepared, ``room(scale)`` whether kernels have room for these scales.
+    ``misfits(weights)`` are tensors on their device that are true where weights can't be prepared; None for sizes that
+    can't. ``room(scale)`` says whether kernels have room for these scales, and waits for their device.
     ``quantise`` (codes.py) makes scales that have room of every w below ``most``.
     ``prepared(codes)`` maps the codes of one expert to int32 [N/64, K/64, 64, 4, words], and ``stored(blocks)`` maps
     them back, bit for bit. ``prepared_scale`` and ``stored_scale`` do this with scales of ``scale_dtype``: [N, groups]
@@ -75,7 +76,7 @@ class CodeOrder(NamedTuple):
     """
 
     number: int
-    fits: Callable[[Quantised], bool]
+    misfits: Callable[[Quantised], list[torch.Tensor] | None]
     room: Callable[[torch.Tensor], bool]
     most: float
     prepared: _Move
@@ -201,13 +202,16 @@ def _zero(group: int) -> tuple[_Move, _Move]:
     return prepared, stored
 
 
-def zero_has_room(zero: torch.Tensor | None) -> bool:
-    """True if kernels can read these zero points: 0 to 15, or the prepared form of such numbers."""
-    if zero is None or zero.is_meta:
-        return True
-    least, most = map(int, zero.aminmax())
+def zero_without_room(zero: torch.Tensor) -> torch.Tensor:
+    """True, on its device, if kernels can't read a zero point: 0 to 15 they can, or the prepared form of these."""
+    least, most = zero.aminmax()
     less = ZERO if zero.dtype is torch.int8 else 0
-    return least >= -less and most <= _MOST_ZERO - less
+    return (least < -less) | (most > _MOST_ZERO - less)
+
+
+def zero_has_room(zero: torch.Tensor | None) -> bool:
+    """True if kernels can read these zero points."""
+    return zero is None or zero.is_meta or not zero_without_room(zero)
 
 
 def _raw(scale: torch.Tensor) -> torch.Tensor:
@@ -246,19 +250,26 @@ def _whole(weights: Quantised, rows: int, columns: int) -> bool:
     return N % rows == 0 and K % columns == 0
 
 
-def _room(elements: Elements, scale: torch.Tensor) -> bool:
+def _without_room(elements: Elements, scale: torch.Tensor) -> torch.Tensor | None:
+    """True, on its device, if a scale is too large or NaN; None if no scale is."""
     if elements.name == "int4":
-        return all(abs(float(end)) < _MOST_INT4 for end in scale.aminmax())
+        least, most = scale.aminmax()
+        return ~((least > -_MOST_INT4) & (most < _MOST_INT4))
     if elements.scale is not None and elements.scale.name == "e8m0":
-        return int(scale.max()) <= _MOST_E8M0[elements.name]
+        return scale.amax() > _MOST_E8M0[elements.name]
     if elements.name == "e2m1":
-        return int(scale.view(torch.uint8).max()) < _E4M3_NAN  # the kernel reads no sign, and NaN as a number
+        return scale.view(torch.uint8).amax() >= _E4M3_NAN  # the kernel reads no sign, and NaN as a number
     rows = 1 if elements.scale is None else elements.scale.rows
-    return rows == 1 or float(scale.abs().max()) < 2.0 ** (127 - _E4M3_SHIFT)
+    return None if rows == 1 else ~(scale.abs().amax() < 2.0 ** (127 - _E4M3_SHIFT))
+
+
+def _room(elements: Elements, scale: torch.Tensor) -> bool:
+    wrong = _without_room(elements, scale)
+    return wrong is None or not wrong
 
 
 def _most(elements: Elements) -> float:
-    """No scale of w below this is too large for ``_room``, as ``quantise`` makes them."""
+    """No scale of w below this is too large for kernels, as ``quantise`` makes them."""
     scale = elements.scale
     if elements.name == "int4":
         steps = 7.5 if scale is not None and scale.zero_bits else 7.0
@@ -276,17 +287,20 @@ def _order(format: str) -> CodeOrder:
         raise AssertionError(f"{format} has no scale")
     blocks, room = (max(BLOCK, scale.rows), max(BLOCK, scale.columns)), partial(_room, elements)
 
-    def fits(weights: Quantised) -> bool:
-        return _whole(weights, *blocks) and room(weights.scale) and zero_has_room(weights.zero)
+    def misfits(weights: Quantised) -> list[torch.Tensor] | None:
+        if not _whole(weights, *blocks):
+            return None
+        zero = None if weights.zero is None else zero_without_room(weights.zero)
+        return [wrong for wrong in (_without_room(elements, weights.scale), zero) if wrong is not None]
 
     if scale.name == "fp32":
-        return CodeOrder(2, fits, room, most, *codes, derived=None if scale.rows == 1 else _of_blocks)
+        return CodeOrder(2, misfits, room, most, *codes, derived=None if scale.rows == 1 else _of_blocks)
     scales = _scale(scale.columns)
     if scale.name != "bf16":
         dtype = torch.uint8 if scale.name == "e8m0" else torch.float8_e4m3fn
-        return CodeOrder(1 if elements.bits == 4 else 2, fits, room, most, *codes, *scales, dtype)
+        return CodeOrder(1 if elements.bits == 4 else 2, misfits, room, most, *codes, *scales, dtype)
     zeros = _zero(scale.columns) if scale.zero_bits else (None, None)
-    return CodeOrder(1, fits, room, most, *codes, *scales, torch.bfloat16, _in_bf16(scales[0]), *zeros)
+    return CodeOrder(1, misfits, room, most, *codes, *scales, torch.bfloat16, _in_bf16(scales[0]), *zeros)
 
 
 # By format. One without an entry is read as the checkpoint has it.

@@ -33,10 +33,9 @@ def check_finite(name: str, scale: torch.Tensor) -> None:
         raise bad(name, f"{what} at {at}, one of {int(wrong.sum())}", "numbers: is the checkpoint damaged?")
 
 
-def has_nan(codes: torch.Tensor) -> bool:
-    """True if e4m3 codes [E, ...], in any layout, have a NaN: 0x7F or 0xFF. Allocates nothing; synchronises once."""
-    positive, negative = codes.view(torch.int8).amax() == _E4M3_NAN, codes.view(torch.uint8).amax() == 0xFF
-    return bool(positive | negative)
+def nan_among(codes: torch.Tensor) -> torch.Tensor:
+    """True, on their device, if e4m3 codes [E, ...], in any layout, have a NaN: 0x7F or 0xFF. Copies no codes."""
+    return (codes.view(torch.int8).amax() == _E4M3_NAN) | (codes.view(torch.uint8).amax() == 0xFF)
 
 
 def place_of_nan(codes: Iterable[torch.Tensor]) -> str:

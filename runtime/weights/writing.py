@@ -14,7 +14,7 @@ import torch
 from ...artifacts.records import PRECISIONS
 from .codes import Quantised, quantise
 from .prepared_layout import ORDERS, PREPARED_DIMS, ZERO
-from .validate import bad, described, has_nan, repeated
+from .validate import bad, described, nan_among, repeated
 
 _SCALES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 _FP16_SCALE = 65504.0 * 7  # |w| of int4 whose scale fp16 has
@@ -169,7 +169,7 @@ def move_codes(
         for expert in range(to.shape[0]):
             to[expert].copy_(move(codes[expert].to(to.device)))
         if nan is not None and codes.dtype is torch.float8_e4m3fn:
-            nan.append(torch.tensor(has_nan(codes)))
+            nan.append(nan_among(codes).to(to.device))
 
 
 def move_scale(format: str, scale: torch.Tensor, to: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from ...runtime.weights.codes import E8M0
 from ...runtime.weights.expert_weights import checked, int4_format, scale_shape, synchronize, version_of
 from ...runtime.weights.packings import fp8_scale
 from ...runtime.weights.prepared_layout import ORDERS, PREPARED_DIMS
-from ...runtime.weights.validate import fit, has_nan
+from ...runtime.weights.validate import fit, nan_among
 from ...runtime.weights.writing import codes_room, move_codes, move_scale, mover, scale_room
 from ..loaded_format import scale_of_rows
 
@@ -456,7 +456,7 @@ def _prepared_state(
             plain = here if dtype.is_floating_point and dtype is not E8M0 else here.view(torch.uint8)
             if key == keys[1] and not order.room(fp8_scale(here) if of_fp8 else plain):
                 return None
-            if key == keys[0] and of_fp8 and not plain.is_meta and has_nan(plain):
+            if key == keys[0] and of_fp8 and not plain.is_meta and nan_among(plain):
                 return None
             if held.dim() >= PREPARED_DIMS - 1:
                 parts.append((key, held.detach(), plain.flatten(2)))
