@@ -3,24 +3,29 @@
     python benchmarks/run.py load_in_vllm --vllm vllm-0.26.0 --json load-in-vllm.json
 
 gpt-oss-20b in mxfp4 and Qwen3-30B-A3B in fp8 128x128 blocks, by their configs with ``--layers`` layers and every
-expert. vLLM's ``get_model`` is timed until the GPU is idle: it makes the model, loads the experts' tensors and
-processes them. The files have the experts alone, with codes that are drawn, and are in the page cache. ``first`` is a
-process's first load, with what a GPU and the kernels need once; ``later`` is the best of others. Each
-side has two processes, in turns, and the best of both counts. ``reload`` is vLLM's layerwise reload of a second set of
-files into the same model; vLLM 0.26 can't reload its own layers of gpt-oss.
+expert. vLLM's ``get_model`` is timed, and its phases, each until the GPU is idle: ``make`` the model, load ``weights``
+into its parameters, ``process`` them. The files have the experts alone, with codes that are drawn, and are in the page
+cache. Processes differ more than the sides, so a process of a model loads with the plug-in and without in turns
+(without, with, with, without, ...), ``--turns`` times each after a first one. Milliseconds are medians and quartiles.
+``reload`` is vLLM's layerwise reload of another set of files into a side's model, ``--reloads`` times; vLLM 0.26 can't
+reload its own layers of gpt-oss.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import gc
 import importlib
 import json
+import os
 import shutil
+import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +37,9 @@ from .layers_in_vllm import find_vllm, vllm_of_one
 
 MODELS: dict[str, dict[str, Any]] = {"gpt-oss-20b": GPT_OSS, "qwen3-30b-fp8": QWEN}
 SMALL = {"vocab_size": 1024, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # embeddings are not what loads
-LATER = 2  # loads after the first
-ROUNDS = 2  # processes of each side, in turns: on a GPU of another socket than the files a copy takes longer
+WHOLE = "whole"
+PHASES = ("make", "weights", "process", WHOLE)
+_Times = dict[str, list[float]]  # of each phase, milliseconds
 
 
 def config_of(model: str, layers: int, **sizes: int) -> dict[str, Any]:
@@ -109,13 +115,60 @@ def register(model: str) -> None:
     vllm.ModelRegistry.register_model(name, getattr(module, name))
 
 
-def load(config: Any) -> Any:
-    """vLLM's model."""
+def idle() -> None:
+    """Wait for the GPU, if there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
+    """The function, which appends to ``times`` how many milliseconds it took, from idle to idle."""
+
+    @functools.wraps(call)
+    def run(*arguments: Any, **named: Any) -> Any:
+        idle()
+        begun = time.perf_counter()
+        result = call(*arguments, **named)
+        idle()
+        times.append(1e3 * (time.perf_counter() - begun))
+        return result
+
+    return run
+
+
+@contextlib.contextmanager
+def phases(times: _Times) -> Iterator[None]:
+    """Append the times of the phases of vLLM's loads to ``times``."""
+    from vllm.model_executor.model_loader import base_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    functions = [
+        ("make", base_loader, "initialize_model"),
+        ("weights", DefaultModelLoader, "load_weights"),
+        ("weights", DummyModelLoader, "load_weights"),
+        ("process", base_loader, "process_weights_after_loading"),
+    ]
+    own = [getattr(holder, name) for _, holder, name in functions]
+    for (phase, holder, name), function in zip(functions, own, strict=True):
+        setattr(holder, name, timed(function, times.setdefault(phase, [])))
+    try:
+        yield
+    finally:
+        for (_, holder, name), function in zip(functions, own, strict=True):
+            setattr(holder, name, function)
+
+
+def load(config: Any, times: _Times | None = None) -> Any:
+    """vLLM's model, by its loader."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
-    with set_current_vllm_config(config):
-        return get_model(vllm_config=config)
+    times = {} if times is None else times
+    with set_current_vllm_config(config), phases(times):
+        return timed(get_model, times.setdefault(WHOLE, []))(vllm_config=config)
 
 
 def reload(model: Any, config: Any, folder: Path) -> None:
@@ -139,66 +192,84 @@ def ran_by(model: Any) -> list[str]:
     return sorted({type(kernel.fused_experts).__name__ for kernel in kernels})
 
 
+def in_turns(turns: int, run: Callable[[str], None]) -> None:
+    """Call ``run`` with each side once, and ``turns`` times in turns; the environment switches the plug-in."""
+    first, second = SIDES
+    for side in [first, second, *([first, second, second, first] * -(-turns // 2))[: 2 * turns]]:
+        os.environ["PRETUNED_VLLM"] = SIDES[side]
+        gc.collect()
+        run(side)
+
+
 def here(args: argparse.Namespace) -> dict[str, Any]:
-    """All loads of a model in this process."""
+    """All loads of a model, in this process."""
     if args.vllm is not None:
         find_vllm(args.vllm, args.packages)
     import torch
     import vllm
 
-    register(args.models[0])
-    about = provenance.about() | {"vllm": vllm.__version__, "gpu": torch.cuda.get_device_name()}
-    times: dict[str, list[float]] = {}
-    classes: list[str] = []
-    folders = args.files / args.models[0] / "0", args.files / args.models[0] / "1"
-    with vllm_of_one("cuda"):
+    (name,), device = args.models, "cuda" if torch.cuda.is_available() else "cpu"
+    os.environ["PRETUNED_VLLM"] = SIDES["with"]
+    register(name)
+    about = provenance.about() | {"vllm": vllm.__version__}
+    report: dict[str, Any] = {"model": name, "about": about, "ms": {}, "experts": {}}
+    folders = [args.files / name / str(seed) for seed in range(2)]
+    models: dict[str, Any] = {}
+
+    def load_files(side: str, files: str, times: dict[str, _Times]) -> None:
+        models.pop(side, None)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        config = settings(folders[0], files)
+        models[side] = load(config, times[side]), config
+
+    def load_again(side: str, times: dict[str, _Times], numbers: dict[str, int]) -> None:
+        numbers[side] += 1
+        with contextlib.suppress(KeyError):  # of vLLM 0.26's own layers of gpt-oss
+            timed(reload, times[side].setdefault(WHOLE, []))(*models[side], folders[numbers[side] % 2])
+
+    with vllm_of_one(device):
         for files in ("dummy", "safetensors"):
-            for _ in range(1 + LATER):
-                model = None
-                gc.collect()
-                torch.cuda.empty_cache()
-                config = settings(folders[0], files)
-                begun = time.perf_counter()
-                model = load(config)
-                torch.cuda.synchronize()
-                times.setdefault(files, []).append(time.perf_counter() - begun)
-        classes = ran_by(model)
-        for number in range(1 + LATER):
-            begun = time.perf_counter()
-            try:
-                reload(model, config, folders[1 - number % 2])
-            except Exception:
-                print("no reload:", traceback.format_exc(limit=0).strip(), flush=True)
-                break
-            torch.cuda.synchronize()
-            times.setdefault("reload", []).append(time.perf_counter() - begun)
-    seconds = {name: {"first": round(found[0], 3), "later": round(min(found[1:]), 3)} for name, found in times.items()}
-    return {"about": about, "seconds": seconds, "experts": classes}
+            times: dict[str, _Times] = {side: {} for side in SIDES}
+            report["ms"][files] = times
+            in_turns(args.turns, functools.partial(load_files, files=files, times=times))
+            args.json.write_text(json.dumps(report))
+        report["experts"] = {side: ran_by(model) for side, (model, _) in models.items()}
+        report["ms"]["reload"] = times = {side: {} for side in SIDES}
+        in_turns(args.reloads, functools.partial(load_again, times=times, numbers=dict.fromkeys(SIDES, 0)))
+    return report
 
 
-def of_model(args: argparse.Namespace, model: str, files: Path, seconds: float) -> dict[str, Any]:
-    """Both sides of a model, each in processes of its own, in turns."""
-    sides: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-    for side in [*SIDES] * ROUNDS:
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "run.json"
-            options = {"--vllm": args.vllm, "--packages": args.packages, "--json": out, "--models": model}
-            options |= {"--files": files}
-            words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
-            ended = child(["load_in_vllm", *words, "--here"], seconds, ENVIRON | {"PRETUNED_VLLM": SIDES[side]})
-            sides[side].append(json.loads(out.read_text()) if out.is_file() else {"stopped": ended})
-    run = {"model": model, "layers": args.layers, "sides": sides}
-    for side, reports in sides.items():
-        for name in ("dummy", "safetensors", "reload"):
-            found = [report["seconds"][name] for report in reports if name in report.get("seconds", {})]
-            if found:
-                best = {key: min(each[key] for each in found) for key in ("first", "later")}
-                run.setdefault(side, {})[name] = best
-                print(f"{model:14} {name:12} {side:8} first {best['first']:8.3f} s  later {best['later']:8.3f} s")
-        for report in reports:
-            told = report.get("experts") or report.get("stopped", "").strip().splitlines()[-1:]
-            print(" ", side, *told, flush=True)
-    return run
+def summary(report: dict[str, Any]) -> Iterator[str]:
+    """A line for each phase of each load: both sides' medians and quartiles, without the first, and their quotient."""
+    for loading, sides in report["ms"].items():
+        for phase in PHASES:
+            both = [sides[side].get(phase, [])[1:] for side in SIDES]
+            if not all(len(times) > 1 for times in both):
+                continue
+            medians = [statistics.median(times) for times in both]
+            texts = []
+            for side, times, median in zip(SIDES, both, medians, strict=True):
+                low, _, high = statistics.quantiles(times, n=4)
+                texts.append(f"{side} {median:8.1f} ({low:.1f} to {high:.1f})")
+            line = f"{report['model']:14} {loading:12} {phase:8} {'  '.join(texts)}"
+            yield f"{line}  with / without {medians[1] / medians[0]:.3f}"
+    yield f"{report['model']:14} {report.get('experts')}"
+
+
+def of_model(args: argparse.Namespace, model: str, files: Path) -> dict[str, Any]:
+    """The loads of a model, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run.json"
+        options = {"--vllm": args.vllm, "--packages": args.packages, "--json": out, "--models": model}
+        options |= {"--files": files, "--turns": args.turns, "--reloads": args.reloads}
+        words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
+        ended = child(["load_in_vllm", *words, "--here"], args.seconds, ENVIRON)
+        report: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {"model": model, "ms": {}}
+    report |= {"layers": args.layers} | ({"stopped": ended} if ended else {})
+    for line in (*summary(report), report.get("stopped", "").strip()):
+        print(line, flush=True)
+    return report
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -208,9 +279,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
     parser.add_argument("--models", default=",".join(MODELS), help=f"some of {', '.join(MODELS)}")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=90, help="for each process")
+    parser.add_argument("--turns", type=int, default=10, help="loads of each side, after a first one")
+    parser.add_argument("--reloads", type=int, default=4, help="reloads of each side, after a first one")
+    parser.add_argument("--seconds", type=float, default=180, help="for each model")
     parser.add_argument("--files", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one side, in this process
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one model, in this process
     args = parser.parse_args(argv)
     args.models = args.models.split(",")
     for model in args.models:
@@ -222,7 +295,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure; 1 where a side of a model has no times."""
+    """Measure; 1 where a model was stopped."""
     args = arguments(argv)
     if args.here:
         try:
@@ -230,20 +303,21 @@ def main(argv: list[str] | None = None) -> int:
             leave(0)
         except Exception:
             traceback.print_exc()
-            args.json.write_text(json.dumps({"stopped": traceback.format_exc(limit=-8)}))
         leave(1)
+    import torch
+
     ready_files([] if args.vllm is None else [args.vllm])
     runs: list[dict[str, Any]] = []
-    files = Path(tempfile.mkdtemp())
+    files, device = Path(tempfile.mkdtemp()), "cuda" if torch.cuda.is_available() else "cpu"
     try:
         for model in args.models:
             (files / model).mkdir()
             config = config_of(model, args.layers)
-            size = sum(write(files / model / str(seed), config, seed, "cuda") for seed in range(2)) // 2
+            size = sum(write(files / model / str(seed), config, seed, device) for seed in range(2)) // 2
             print(f"{model}: {args.layers} layers, {size / 1e9:.2f} GB of files", flush=True)
-            runs.append(of_model(args, model, files, args.seconds) | {"files_gb": round(size / 1e9, 2)})
+            runs.append(of_model(args, model, files) | {"files_gb": round(size / 1e9, 2)})
             args.json.write_text(json.dumps({"command": provenance.command(), "runs": runs}, indent=1) + "\n")
             shutil.rmtree(files / model)
     finally:
         shutil.rmtree(files)
-    return 0 if all("safetensors" in run.get(side, {}) for run in runs for side in SIDES) else 1
+    return 1 if any("stopped" in run for run in runs) else 0

@@ -42,6 +42,7 @@ from pretuned.runtime.weights import writing
 FORMATS = ("fp8_block", "fp8_channel", "int4_g128", "int4_g128_zp", "int4_g32", "mxfp4", "mxfp8", "nvfp4")
 FIRST = "qwen3-30b"  # that torch is timed with
 ROUNDS = 7
+WARM_S = 1.0
 BYTES_PER_S = 3.0e12  # of a large copy on an H100
 Call = Callable[[], object]
 
@@ -58,6 +59,15 @@ def times_ms(call: Call, rounds: int) -> float:
         end.synchronize()
         found.append(begin.elapsed_time(end))
     return statistics.median(found)
+
+
+def awake(seconds: float) -> None:
+    """Copy memory for some time: in a cold process the first cell would be slower than others."""
+    memory = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    begun = time.monotonic()
+    while time.monotonic() - begun < seconds:
+        memory[: 1 << 27].copy_(memory[1 << 27 :])
+        torch.cuda.synchronize()
 
 
 def numbers(E: int, N: int, K: int, seed: int) -> torch.Tensor:
@@ -119,6 +129,7 @@ def extra_mb(call: Call, results: int) -> float:
 def measure(models: list[str], formats: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
     """A cell for each model, format and call; and what is wrong."""
     cells, wrong = [], []
+    awake(WARM_S)
     for name, E, H, width, _ in MODELS:
         if name not in models:
             continue

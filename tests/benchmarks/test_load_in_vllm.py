@@ -1,12 +1,11 @@
-"""vLLM's load with the plug-in and without: what is written, and which times count. (On a CPU vLLM loads neither.)"""
+"""vLLM's load with the plug-in and without: what is written, whose turn it is, and which times count."""
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -34,20 +33,28 @@ def test_a_checkpoint_has_every_expert_of_its_config(tool: ModuleType, model: st
     assert not any(tensor.float().isnan().any() for tensor in named[1].values())
 
 
-def test_the_best_of_both_processes_of_a_side_counts(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = iter([(0.5, 0.4), (0.9, 0.3), (0.6, 0.2), (0.7, 0.5)])
-    sides = []
+def test_sides_take_turns_after_a_first_load_of_each(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRETUNED_VLLM", "")
+    for turns in (3, 4):
+        ran: list[tuple[str, str]] = []
+        tool.in_turns(turns, lambda side, ran=ran: ran.append((side, os.environ["PRETUNED_VLLM"])))
+        assert [ran.count(turn) for turn in (("without", "0"), ("with", "1"))] == [1 + turns] * 2
+        assert "".join(switch for _, switch in ran).startswith("01011001")
 
-    def child(words: list[str], seconds: float, environ: dict[str, str]) -> str:
-        sides.append(environ["PRETUNED_VLLM"])
-        first, later = next(told)
-        report = {"seconds": {"dummy": {"first": first, "later": later}}, "experts": ["X"]}
-        Path(words[words.index("--json") + 1]).write_text(json.dumps(report))
-        return ""
 
-    monkeypatch.setattr(tool, "child", child)
-    given = argparse.Namespace(layers=2, vllm=None, packages=None)
-    run: dict[str, Any] = tool.of_model(given, "gpt-oss-20b", Path("files"), 1.0)
-    assert sides == ["0", "1"] * 2
-    assert run["without"] == {"dummy": {"first": 0.5, "later": 0.2}}
-    assert run["with"] == {"dummy": {"first": 0.7, "later": 0.3}}
+def test_a_summary_leaves_the_first_load_out(tool: ModuleType) -> None:
+    times = {"without": {"weights": [900.0, 10.0, 12.0, 11.0]}, "with": {"weights": [800.0, 22.0, 20.0, 24.0]}}
+    ended = {"without": {"whole": [1.0]}, "with": {"whole": [1.0, 2.0, 3.0]}}  # vLLM stopped it
+    report = {"model": "m", "ms": {"safetensors": times, "reload": ended}, "experts": {"with": ["X"]}}
+    lines = list(tool.summary(report))
+    assert len(lines) == 2
+    assert "without     11.0" in lines[0]
+    assert "with     22.0" in lines[0]
+    assert lines[0].endswith("2.000")
+
+
+def test_phases_are_timed_whole(tool: ModuleType) -> None:
+    times: list[float] = []
+    assert tool.timed(divmod, times)(7, 2) == (3, 1)
+    assert len(times) == 1
+    assert times[0] >= 0
