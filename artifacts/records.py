@@ -198,6 +198,8 @@ class RowOp(enum.Enum):
     - ``GATHER``: out[i] = x[token of row i]
     - ``QUANTIZE``: all or gathered rows of x as e4m3 codes, with a scale for each 128 columns
     - ``QUANTIZE_ROWS``: all or gathered rows of x as e4m3 codes, with a scale for each row
+    - ``QUANTIZE_COLUMNS``: sorted rows of x as e4m3 codes, transposed, with a scale for each 128 rows of an expert and
+      column; also as QUANTIZE does
     - ``ORDER_CODES``: all or gathered rows of codes and scales, as QUANTIZE and QUANTIZE_ROWS write them
     - ``ACTIVATION``: a[i] = act(h[i])
     - ``ACTIVATION_CODES``: ACTIVATION, then QUANTIZE
@@ -208,6 +210,7 @@ class RowOp(enum.Enum):
     - ``PLACE_ROWS``: list the rows of experts that lie apart, expert by expert; it has no dtype, its record says fp32
     - ``SORT_SLOTS``: sort the slots of all tokens by expert; it has no dtype, its record says fp32
     - ``QUANTIZE_WEIGHTS``: codes and scales of w; the record's dtype is the format, without ``_a16``
+    - ``QUANTIZE_BLOCKS``: prepared codes and scales of w and of w transposed, of one read; fp8 128x128 block
     - ``DEQUANTIZE_WEIGHTS``: w of these
     - ``MOVE_CODES``: codes from the checkpoint's layout to the prepared one, or back; its record says the format of
       these elements that comes first
@@ -217,6 +220,7 @@ class RowOp(enum.Enum):
     GATHER = "gather"
     QUANTIZE = "quantize"
     QUANTIZE_ROWS = "quantize_rows"
+    QUANTIZE_COLUMNS = "quantize_columns"
     ORDER_CODES = "order_codes"
     ACTIVATION = "activation"
     ACTIVATION_CODES = "activation_codes"
@@ -227,6 +231,7 @@ class RowOp(enum.Enum):
     PLACE_ROWS = "place_rows"
     SORT_SLOTS = "sort_slots"
     QUANTIZE_WEIGHTS = "quantize_weights"
+    QUANTIZE_BLOCKS = "quantize_blocks"
     DEQUANTIZE_WEIGHTS = "dequantize_weights"
     MOVE_CODES = "move_codes"
     LARGEST_WEIGHT = "largest_weight"

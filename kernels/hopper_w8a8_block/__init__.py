@@ -1,8 +1,8 @@
-"""The warp-specialised kernels for fp8 128x128 block on H100/H200 (sm_90): forward only.
+"""The warp-specialised kernels for fp8 128x128 block on H100/H200 (sm_90): forward, and dW of codes.
 
 w is prepared and has a scale for each 128x128 block; x is e4m3 with a scale for each row and 128 of K. For
 ``rows_w8a8`` a row kernel quantises x before, or orders its codes. ``rows_w8a8_starts`` reads codes and scales of
-padded rows where they arrive.
+padded rows where they arrive. ``weight_w8a8`` multiplies codes of dy and x with a scale for each 128 rows and column.
 """
 
 from __future__ import annotations
@@ -218,4 +218,94 @@ ROWS_W8A8_STARTS = KernelEntry(
     shapes=_starts_shapes,
     loading_warps=4,
 )
-ENTRIES = (ROWS_W8A8_BLOCK, ROWS_W8A8_STARTS)
+
+
+ADDS, FP32 = 1, 2  # ``dw_flags``: dw is added to, dw is fp32; kernels/hopper_w8a8_block/weight.py has the same values
+
+
+def places_for(M: int, E: int) -> int:
+    """Return P of codes [C, P] for M rows of E experts, each of which begins at a multiple of 128 of P."""
+    return (M + (GROUP - 1) * min(E, M)) // GROUP * GROUP
+
+
+def _weight_boxes(_spec: Spec) -> dict[str, Box]:
+    dy, x = (_ROWS // 2, GROUP), (_COLUMNS // 2, GROUP)
+    return {"dy": dy, "x": x, "dy_scale": (1, _ROWS), "dw": (1, 64, 64)}
+
+
+def _weight_shapes(_spec: Spec, n: Sizes) -> dict[str, TensorShape]:
+    def codes(columns: int) -> TensorShape:
+        return TensorShape(lambda M, _: ((columns, places_for(M, n["E"])), (places_for(M, n["E"]),)), rows=True)
+
+    dy_scale = TensorShape(lambda M, _: ((places_for(M, n["E"]) // GROUP, n["N"]), (n["N"],)), rows=True)
+    dw = (n["E"], n["N"], n["K"]), (n["stride_dw_e"], n["stride_dw_row"])
+    return {
+        "dy": codes(n["N"]),
+        "x": codes(n["K"]),
+        "dy_scale": dy_scale,
+        "dw": TensorShape(lambda _M, _stride: dw),
+    }
+
+
+def _weight_constants(spec: Spec, arch: Arch) -> Constants:
+    stages = spec.config.num_stages
+    operand_bytes = stages * ((_ROWS + _COLUMNS) * GROUP + 4 * _ROWS)
+    room_bytes = arch.limits.shared_per_block_bytes - 512 - operand_bytes
+    return {
+        "STAGES": stages,
+        "SLOTS": 2 if room_bytes >= 2 * _BUFFER_BYTES else 1,
+        "GROUP_M": spec.config.group_m,
+        "EXPERTS": MAX_EXPERTS,
+        "REGISTERS": 216,
+    }
+
+
+def _weight_order(_spec: Spec, _arch: Arch, _reduction: int) -> Order:
+    return Order("codes of dy and x", WIDE, 32, partial=GROUP)
+
+
+# Not among the candidates that are measured: ``aot/plan/families.py`` compiles them.
+WEIGHT_CONFIGS = tuple(configs(((128, 128, 256, 8, 4),), Schedule.W8A8_BLOCK, Loads.TMA))
+
+
+WEIGHT_W8A8 = KernelEntry(
+    name="weight_w8a8",
+    revision=1,
+    home="hopper_w8a8_block.weight",
+    sha256="b1689ec74ec7574c373174e306c4cf54c121c62e726f4c5ec867f5ec8c29c5cd",
+    launched_since=1,
+    ops=frozenset((Op.DW,)),
+    dtypes=DTYPES,
+    fusions=frozenset((Fusion.NONE,)),
+    needs=frozenset((Feature.WGMMA,)),
+    tiles=(
+        Tiles(
+            Limits(MAX_EXPERTS, _MOST_STEPS),
+            {
+                "schedule": (Schedule.W8A8_BLOCK,),
+                "loads": (Loads.TMA,),
+                "block_m": (GROUP,),
+                "block_n": (_ROWS,),
+                "block_k": (_COLUMNS,),
+                "num_warps": (8,),
+                "num_stages": range(2, 5),
+            },
+        ),
+    ),
+    pointers=("dy", "x", "dy_scale", "x_scale", "dw", "dw_at", "m_sizes", "counter"),
+    strides=("stride_dw_e", "stride_dw_row"),
+    steps=("m_sizes_step", "dw_flags"),
+    ranks={"dy": 2, "x": 2, "dy_scale": 2, "dw": 3},
+    descriptors=lambda _spec: ("dy", "x", "dy_scale", "dw"),
+    required=lambda _spec: ("dy", "x", "dy_scale", "x_scale", "dw", "dw_at", "m_sizes", "counter"),
+    boxes=_weight_boxes,
+    constants=_weight_constants,
+    order=_weight_order,
+    candidates=no_configs,
+    cost="hopper_w8a8_block.cost",
+    held=dict.fromkeys(("dy", "x"), CODES_OF_X) | {"dy_scale": Element("fp32", 7, 32)},
+    shapes=_weight_shapes,
+    pointees=lambda _spec: {"dw_at": ""},
+    loading_warps=4,
+)
+ENTRIES = (ROWS_W8A8_BLOCK, ROWS_W8A8_STARTS, WEIGHT_W8A8)

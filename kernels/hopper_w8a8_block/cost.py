@@ -7,7 +7,7 @@ This and the memory's time are joined by a p-norm, like in kernels/cost_model.py
 
 from __future__ import annotations
 
-from ...artifacts.records import Problem
+from ...artifacts.records import Op, Problem
 from ...artifacts.tuples import NamedTuple
 from ..chips import Chip
 from ..cost import Resources, expected_rows, handed_out, join
@@ -36,7 +36,9 @@ SCALED = ScaledConstants(14907.0, 1006.0, 345.4, 152.1, 59.1, 0.01, 0.887, 6.76)
 
 
 def estimate_us(problem: Problem, M: int, resources: Resources, chip: Chip, c: ScaledConstants = SCALED) -> float:
-    """Return the expected time of one launch in microseconds, without the row kernel that quantises x."""
+    """Return the expected time of one launch in microseconds, without the row kernels that quantise x and dy."""
+    if problem.op is Op.DW:
+        return _weight_us(problem, M, resources, chip, c)
     config = resources.config
     E, N, K, precision = problem.E, problem.N, problem.K, problem.dtype.precision
     rows = expected_rows(E, M)
@@ -50,3 +52,17 @@ def estimate_us(problem: Problem, M: int, resources: Resources, chip: Chip, c: S
     read_bytes = rows.active * precision.w_bytes(N, K) + precision.x.nbytes(M, K) + 2.0 * M * N
     memory_ns = read_bytes / (chip.bandwidth_gbs * c.memory_share) / filled
     return (c.start_ns + join(memory_ns, waves * (c.tile_ns + steps * step_ns), c.norm)) * 1e-3
+
+
+def _weight_us(problem: Problem, M: int, resources: Resources, chip: Chip, c: ScaledConstants) -> float:
+    """dW: all experts have tiles, whose steps are groups of 128 of their rows."""
+    config, E, N, K = resources.config, problem.E, problem.N, problem.K
+    tiles = E * -(-N // config.block_n) * -(-K // config.block_k)
+    groups = expected_rows(E, M).tiles[config.block_m] / E  # of an expert
+    work_ns = 2.0 * c.half_ns + c.step_ns
+    loaded_bytes = (config.block_n + config.block_k) * config.block_m
+    step_ns = join(work_ns, loaded_bytes / c.l2_bytes_per_ns, c.norm)
+    waves, filled = handed_out(tiles / chip.sm_count)
+    moved_bytes = 1.0 * M * (N + K) + 2.0 * E * N * K
+    memory_ns = moved_bytes / (chip.bandwidth_gbs * c.memory_share) / filled
+    return (c.start_ns + join(memory_ns, waves * (c.tile_ns + groups * step_ns), c.norm)) * 1e-3

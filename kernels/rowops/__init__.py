@@ -65,6 +65,10 @@ NARROW = 4096
 NARROW_DWEIGHTS = 8192
 BIASED = 16384
 PICKED = 32768  # an index picks QUANTIZE's rows of x; kernels/rowops/quantize.py has the same value
+BLOCKS = 65536  # 128 columns share a scale of QUANTIZE_COLUMNS
+# QUANTIZE_BLOCKS writes codes of w, and of w transposed; kernels/rowops/quantize_blocks.py has the same values
+ALONG_K = 131072
+ALONG_N = 262144
 NOTED_ROWS = 256  # rows of a program in the NOTES launch
 # The three launches of SORT_SLOTS; kernels/rowops/sort.py has the same values.
 COUNTS = 1
@@ -88,6 +92,10 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
     RowOp.GATHER: (("x", "index", "used", "out"), ("M", "columns", "top_k", "index_step", "flags")),
     RowOp.QUANTIZE: (("x", "index", "used", "codes", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
     RowOp.QUANTIZE_ROWS: (("x", "index", "used", "codes", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
+    RowOp.QUANTIZE_COLUMNS: (
+        ("x", "index", "m_sizes", "column_codes", "column_scale"),
+        ("M", "columns", "places", "E", "top_k", "index_step", "m_sizes_step", "flags"),
+    ),
     RowOp.ORDER_CODES: (
         ("x_codes", "x_scale", "index", "used", "codes", "scale"),
         (
@@ -127,6 +135,10 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("w", "words", "scales", "zeros", "outer"),
         ("M", "columns", "step_expert", "step_row", "flags"),
     ),
+    RowOp.QUANTIZE_BLOCKS: (
+        ("w", "words", "scales", "across_words", "across_scales"),
+        ("M", "columns", "step_expert", "step_row", "flags"),
+    ),
     RowOp.DEQUANTIZE_WEIGHTS: (("w", "words", "scales", "zeros", "outer"), ("M", "columns", "flags")),
     RowOp.MOVE_CODES: (("stored", "words", "most"), ("M", "columns", "flags")),
     RowOp.LARGEST_WEIGHT: (("w", "most"), ("M", "columns", "step_expert", "step_row", "flags")),
@@ -140,6 +152,10 @@ POINTEES = dict.fromkeys(
     "x_scale": "*fp32",
     "x_codes": "*u8",
     "codes": "*u8",
+    "column_codes": "*u8",
+    "column_scale": "*fp32",
+    "across_words": "*i32",
+    "across_scales": "*fp32",
     "dweights": "*fp32",
     "order": "*i64",
     "named": "*i8",
@@ -152,7 +168,7 @@ POINTEES = dict.fromkeys(
     "most": "*i32",
     **dict.fromkeys(("h", "a", "da", "dh", "x", "y", "out", "bias"), ""),
 }
-_ROW_POINTERS = ("h", "a", "da", "dh", "x", "x_codes", "y", "out", "bias", "codes")
+_ROW_POINTERS = ("h", "a", "da", "dh", "x", "x_codes", "y", "out", "bias", "codes", "column_codes")
 # Bytes of a row that a thread has at once (of h's gate alone, of each of combine's 8 rows), and warps of a program.
 _THREADS = {
     RowOp.GATHER: (32, 4),
@@ -175,9 +191,10 @@ _MAX_REGISTERS = {
     RowOp.ACTIVATION_ROW_CODES: 40,
     RowOp.QUANTIZE: 48,
     RowOp.QUANTIZE_ROWS: 40,
+    RowOp.QUANTIZE_BLOCKS: 80,
 }
 # Whose programs loop until there are no more rows, so that any number of them will do.
-_LOOPS = frozenset(RowOp) - {RowOp.SORT_SLOTS, RowOp.CLEAR, RowOp.PLACE_ROWS, *WEIGHT_OPS}
+_LOOPS = frozenset(RowOp) - {RowOp.SORT_SLOTS, RowOp.CLEAR, RowOp.PLACE_ROWS, RowOp.QUANTIZE_BLOCKS, *WEIGHT_OPS}
 # How many programs such a launch makes for each that the GPU holds at once. A program for rows that no expert has
 # costs 1 ns or more (an H200, expert_parallel); in one wave alone all would wait for the slowest SM.
 WAVES = 2
@@ -191,6 +208,8 @@ _BY_ROW = (
     RowOp.GATHER,
     RowOp.QUANTIZE,
     RowOp.QUANTIZE_ROWS,
+    RowOp.QUANTIZE_COLUMNS,
+    RowOp.QUANTIZE_BLOCKS,
     RowOp.ORDER_CODES,
     RowOp.ACTIVATION_ROW_CODES,
     RowOp.PLACE_ROWS,
@@ -213,6 +232,8 @@ _ACTIVATION_ROW_CODES = (
 )
 _QUANTIZE_ROWS = "rowops.quantize_rows", "bdaf8002423103005fba68d10dba3b58d06ea3fc4c353f76d24fced36356c601"
 _QUANTIZE = "rowops.quantize", "feb4c75c38f4f2618066dc92d0f1b5a15e4818e5f20ba7d2d527fb901cabdd73"
+_QUANTIZE_COLUMNS = "rowops.quantize_columns", "b1e293959fad147220ae37f7939c73cc95ab53899072c7ed384884dee4976d8a"
+_QUANTIZE_BLOCKS = "rowops.quantize_blocks", "171d31a385764efdecba5003a133e9612531b41104d545d645d9f9146906669f"
 _ORDER_CODES = "rowops.order_codes", "e03e0583778b02ad515b1d8e2531ca8ff03616024a68c28d9c5bbdb38cd6a098"
 _SORT = "rowops.sort", "ca5611a804955fcba89a115e4794d135c438bc3d390d173e2f538cf02eae150d"
 _PLACE = "rowops.place", "6585ec0db1ffbdfce77812de8531eea7866d992fe5451b55ccc95e1b487b7acf"
@@ -229,6 +250,8 @@ ROW_OPS = (
     Entry("order_codes", 2, *_ORDER_CODES, launched_since=2),
     Entry("place_rows", 1, *_PLACE, launched_since=1),
     Entry("quantize", 2, *_QUANTIZE, launched_since=2),
+    Entry("quantize_blocks", 1, *_QUANTIZE_BLOCKS, launched_since=1),
+    Entry("quantize_columns", 1, *_QUANTIZE_COLUMNS, launched_since=1),
     Entry("quantize_rows", 2, *_QUANTIZE_ROWS, launched_since=2),
     Entry("sort_slots", 2, *_SORT, launched_since=2),
     *(Entry(op.value, 3, *_WEIGHTS, launched_since=3) for op in WEIGHT_OPS),
@@ -247,8 +270,9 @@ CODE_OPS: Mapping[DType, CodeOps] = {
     DType.FP8_BLOCK: CodeOps(RowOp.QUANTIZE, RowOp.ACTIVATION_CODES, 128),
     DType.FP8_CHANNEL: CodeOps(RowOp.QUANTIZE_ROWS, RowOp.ACTIVATION_ROW_CODES, 64),
 }
-_COLUMNS = {op: ops.columns for ops in CODE_OPS.values() for op in ops[:2]} | {RowOp.ORDER_CODES: 64}
-MAKES_CODES = tuple(_COLUMNS)
+_COLUMNS = {op: ops.columns for ops in CODE_OPS.values() for op in ops[:2]}
+_COLUMNS |= {RowOp.ORDER_CODES: 64, RowOp.QUANTIZE_COLUMNS: 128}
+MAKES_CODES = (*_COLUMNS, RowOp.QUANTIZE_BLOCKS)
 
 
 class Block(NamedTuple):
@@ -295,6 +319,8 @@ class RowOpSpec(NamedTuple):
             return Block(256, 8)
         if self.op is RowOp.PLACE_ROWS:
             return Block(512, 4)
+        if self.op in (RowOp.QUANTIZE_COLUMNS, RowOp.QUANTIZE_BLOCKS):
+            return Block(128, 8)
         if self.op in WEIGHT_OPS:
             tile = tile_of(self.op, self.dtype)
             return Block(tile.columns, tile.num_warps)
@@ -422,6 +448,11 @@ def weight_specs(dtypes: Collection[DType]) -> tuple[RowOpSpec, ...]:
     return tuple(dict.fromkeys(weights))
 
 
+def training_specs() -> tuple[RowOpSpec, ...]:
+    """The row kernels of fp8 training, which convert to e4m3 in hardware: sm_89 and later."""
+    return RowOpSpec(RowOp.QUANTIZE_COLUMNS, DType.BF16), RowOpSpec(RowOp.QUANTIZE_BLOCKS, DType.BF16)
+
+
 _FIRST_OF = {"e4m3": DType.FP8_BLOCK, "e2m1": DType.MXFP4, "int4": DType.INT4_G32}
 
 
@@ -459,9 +490,14 @@ def divisibility(spec: RowOpSpec) -> dict[str, int]:
     if spec.op in WEIGHT_OPS:
         whole = {"w": 16, "words": 16, "stored": 16, "scales": 16, "columns": 16, "step_expert": 16, "step_row": 16}
         return {name: whole[name] for name, _ in arguments(spec.op) if name in whole}
+    if spec.op is RowOp.QUANTIZE_BLOCKS:
+        whole = {"w": 16, "words": 16, "across_words": 16, "columns": 128, "M": 128, "step_row": 16, "step_expert": 16}
+        return whole
     pointers, _ = _ARGUMENTS[spec.op]
     rows = dict.fromkeys((name for name in pointers if name in _ROW_POINTERS), spec.alignment)
     elements = _COLUMNS.get(spec.op, spec.alignment // spec.dtype.itemsize)
+    if spec.op is RowOp.QUANTIZE_COLUMNS:
+        rows |= {"places": 128}
     return rows | {"columns": elements}
 
 

@@ -1,0 +1,81 @@
+"""Codes of fp8 training: rows quantised along M, dW of such codes, weights quantised both ways.
+
+On CUDA a bundle's kernels compute them. Where no usable bundle has a kernel, and elsewhere, torch does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..check import tensors
+from ..weights import fp8_codes
+from ..weights.expert_weights import ExpertWeights
+from ..weights.fp8_codes import ColumnCodes
+
+__all__ = ["ColumnCodes", "column_codes", "dW_of_codes", "quantise_weights"]
+
+
+def column_codes(
+    t: torch.Tensor, m_sizes: torch.Tensor, index: torch.Tensor | None = None, top_k: int = 1, *, blocks: bool = False
+) -> ColumnCodes:
+    """Quantise sorted rows t [M, C] along M; with ``index`` [M] the rows t[index // top_k].
+
+    m_sizes [E] int32 or int64 are the rows of each expert; rows past their sum are not read. C is a multiple of 128.
+    With ``blocks`` 128 columns share a scale: dW reads such codes of x, and of dy those with a scale for each column.
+    """
+    if tensors.on_gpu(t):
+        from ..launch import fp8_codes as launch
+
+        codes = launch.column_codes(t, m_sizes, index, top_k, blocks=blocks)
+        if codes is not None:
+            return codes
+    return fp8_codes.column_codes(t, m_sizes, index, top_k, blocks=blocks)
+
+
+def dW_of_codes(
+    dy: ColumnCodes,
+    x: ColumnCodes,
+    m_sizes: torch.Tensor,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Return dw [E, N, K] = dy8.T @ x8 of each expert's rows, summed in float32; zeros of an expert without rows.
+
+    dy is of [M, N] and x of [M, K] with ``blocks``, of the same m_sizes [E]. The result is written to ``out``, or
+    added to it with ``accumulate``: dense, bfloat16 or float32. Without it new memory of ``dtype`` is returned.
+    """
+    E, N, K = m_sizes.shape[0], dy.codes.shape[0], x.codes.shape[0]
+    given, dw = out is not None, torch.empty((E, N, K), dtype=dtype, device=x.codes.device) if out is None else out
+    if not x.M:
+        return dw if accumulate else dw.zero_()
+    if tensors.on_gpu(dw):
+        from ..launch import fp8_codes as launch
+
+        if launch.grad_weight(dy, x, m_sizes, dw, accumulate=accumulate):
+            if given:
+                torch.autograd.graph.increment_version(dw)
+            return dw
+    fp8_codes.grad_weight(dy, x, m_sizes, dw, accumulate=accumulate)
+    return dw
+
+
+def quantise_weights(
+    w: torch.Tensor, *, rows: bool = True, columns: bool = True
+) -> tuple[ExpertWeights | None, ExpertWeights | None]:
+    """Return prepared fp8_block weights of w [E, N, K] (``rows``) and of w.transpose(1, 2) (``columns``).
+
+    N and K are multiples of 128, so both have the same scales, transposed. The scale of a block with NaN or infinity
+    is NaN: its products are NaN. Nothing synchronises.
+    """
+    with torch.no_grad():
+        if tensors.on_gpu(w):
+            from ..launch import fp8_codes as launch
+
+            both = launch.blocks(w, along_k=rows, along_n=columns)
+            if both is not None:
+                return both
+        return (
+            ExpertWeights("fp8_block", *fp8_codes.blocks(w)) if rows else None,
+            ExpertWeights("fp8_block", *fp8_codes.blocks(w.transpose(1, 2))) if columns else None,
+        )
