@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from ..artifacts.records import DType, Layout, Op
 from .arch import Feature, arch_of
 from .entry import KernelEntry, Pool
+from .hopper_w8a8_block import WEIGHT_CONFIGS
 from .registry import KERNELS, refusal
+from .rowops import RowOpSpec, training_specs
 from .spec import Config, Loads, Spec
 
 LIMIT = 48
@@ -67,6 +69,19 @@ def fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
         if capability ``sm`` is not supported.
     """
     return tuple(_pool(op, dtype, sm, lambda entry: entry.fallbacks))
+
+
+def of_training(sm: int) -> tuple[tuple[Spec, ...], tuple[RowOpSpec, ...]]:
+    """Return the GEMMs and the row kernels of fp8 training for a capability: none if it has no code for dW of codes.
+
+    Raises
+    ------
+    LookupError
+        if capability ``sm`` is not supported.
+    """
+    forms = [Spec(Op.DW, DType.FP8_BLOCK, config) for config in WEIGHT_CONFIGS]
+    able = tuple(spec for spec in forms if refusal(spec, arch_of(sm).sm) is None)
+    return able, training_specs() if able else ()
 
 
 def _pool(op: Op, dtype: DType, sm: int, which: Callable[[KernelEntry], Pool]) -> Iterator[Config]:

@@ -29,13 +29,12 @@ from ..plan.families import (
     Pool,
     by_code,
     families,
-    low_rank_specs,
     named,
     optional,
     row_kernel_specs,
     serves,
     specs,
-    starts_specs,
+    unmeasured_specs,
 )
 from ..plan.plan import BuildPlan
 from ..process.child import scratch_folder
@@ -104,7 +103,7 @@ def usable(
     dropped: list[Dropped] = []
     reasons: dict[Family, dict[str, None]] = {}
     wanted, beside = specs(plan.problems, sm, space), row_kernel_specs(plan.problems, sm, space)
-    wanted += (*low_rank_specs(plan.problems, sm, space), *starts_specs(plan.problems, sm)) if low_rank else ()
+    wanted += unmeasured_specs(plan.problems, sm, space, low_rank=low_rank)
     groups: list[tuple[Spec | RowOpSpec, ...]] = [*by_code(wanted, sm), *((spec,) for spec in beside)]
     for result, group in zip(results, groups, strict=True):
         code, reason, kind = result.compiled, result.reason, "failed"

@@ -1,4 +1,4 @@
-"""A bundle of the kernels that write and read quantised weights, and of nothing else: no choice names them.
+"""A bundle of the kernels that write and read quantised weights, and of fp8 training: no choice names them.
 
 python -m pretuned.aot.compile.weights --sm 90 -o artifacts/bundles/weights-sm90.msgpack
 """
@@ -13,20 +13,24 @@ from ...artifacts.errors import CompileError
 from ...artifacts.publishing import publish
 from ...artifacts.records import Bundle, DType, Target
 from ...kernels.arch import arch_of
-from ...kernels.rowops import weight_specs
+from ...kernels.rowops import RowOpSpec, weight_specs
+from ...kernels.search import of_training
+from ...kernels.spec import Spec
 from .pool import CompileJob, compile_all
 from .triton import driver_for, kernels_of, producer_of
 
 
 def weights_bundle(sm: int) -> Bundle:
-    """Compile the kernels that quantise, prepare and dequantise weights, for one capability. Needs no GPU.
+    """Compile the kernels of weights and of fp8 training for one capability. Needs no GPU.
 
     Raises
     ------
     CompileError
         if a kernel can't be compiled.
     """
-    results = compile_all([CompileJob(spec, sm) for spec in weight_specs(tuple(DType))])
+    gemms, rows = of_training(sm)
+    wanted: list[Spec | RowOpSpec] = [*weight_specs(tuple(DType)), *gemms, *rows]
+    results = compile_all([CompileJob(spec, sm) for spec in wanted])
     for result in results:
         if result.compiled is None:
             raise CompileError(f"{result.job.spec} for sm_{sm}: {result.reason}")

@@ -176,6 +176,15 @@ def starts_specs(problems: Iterable[Problem], sm: int) -> tuple[Spec, ...]:
     return tuple(variants)
 
 
+def training_specs(problems: Iterable[Problem], sm: int) -> tuple[tuple[Spec, ...], tuple[RowOpSpec, ...]]:
+    """The variants of fp8 training with fp8 128x128 block weights: dW of codes, and the row kernels that make codes.
+
+    As of ``starts_specs``, no plan has such problems.
+    """
+    able = any(problem.dtype is DType.FP8_BLOCK and problem.layout is Layout.NK for problem in problems)
+    return search.of_training(sm) if able else ((), ())
+
+
 def compilable(family: Family, aligned: Iterable[Config], rest: Iterable[Config], experts: Sequence[int]) -> list[Spec]:
     """A family's variants of these configs that serve some of these numbers of experts, aligned and for any N and K.
 
@@ -216,7 +225,8 @@ def row_kernel_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[
     codes = {problem.dtype for problem in needed if takes_codes_of_x(problem.dtype, problem.layout)}
     dtypes = tuple(dict.fromkeys(problem.dtype for problem in needed))
     of_rows = rowops.specs(dtypes, frozenset(problem.op for problem in needed), of_codes=codes)
-    return of_rows + (rowops.weight_specs(dtypes) if pool.new_weights else ())
+    more = (*rowops.weight_specs(dtypes), *training_specs(problems, sm)[1]) if pool.new_weights else ()
+    return of_rows + more
 
 
 def by_code(wanted: Iterable[Spec], sm: int) -> tuple[tuple[Spec, ...], ...]:
@@ -241,16 +251,25 @@ def to_compile(
 ) -> tuple[Spec | RowOpSpec, ...]:
     """Everything to compile for a capability: one spec of each group of GEMMs that share a cubin, and the row kernels.
 
-    With ``low_rank`` also the variants that add a low-rank part, or read codes of padded rows where they arrive.
+    ``low_rank``: see ``unmeasured_specs``.
     """
-    more = (*low_rank_specs(problems, sm, pool), *starts_specs(problems, sm)) if low_rank else ()
-    gemms = by_code((*specs(problems, sm, pool), *more), sm)
+    gemms = by_code((*specs(problems, sm, pool), *unmeasured_specs(problems, sm, pool, low_rank=low_rank)), sm)
     return (*(group[0] for group in gemms), *row_kernel_specs(problems, sm, pool))
 
 
+def unmeasured_specs(problems: Sequence[Problem], sm: int, pool: Pool, *, low_rank: bool = False) -> tuple[Spec, ...]:
+    """The GEMMs that no plan has: with new weights dW of codes.
+
+    With ``low_rank`` those that add a low-rank part, or read codes of padded rows where they arrive.
+    """
+    more = (*low_rank_specs(problems, sm, pool), *starts_specs(problems, sm)) if low_rank else ()
+    return (*more, *(training_specs(problems, sm)[0] if pool.new_weights else ()))
+
+
 def ships_unchosen(variant: Variant) -> bool:
-    """True for variants that ship although no choice names them: fallbacks for any N and K, and row kernels."""
-    return variant.alignment == 1 or isinstance(variant.op, RowOp)
+    """True for variants that ship although no choice names them: fallbacks, row kernels, and dW of codes."""
+    of_codes = variant.op is Op.DW and variant.dtype.quantised
+    return variant.alignment == 1 or isinstance(variant.op, RowOp) or of_codes
 
 
 def serves(variant: Variant, problem: Problem) -> bool:

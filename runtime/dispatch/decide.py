@@ -252,6 +252,20 @@ def in_place(
             return candidates[0] if pays else None
 
 
+def dW_of_codes(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu) -> Candidate | None:
+    """The variant for dW of codes of M rows, the first by the cost model; None if there is none: torch then.
+
+    No bundle has such choices.
+    """
+    while True:  # again if ``Rejected`` has dropped a bundle
+        with contextlib.suppress(Rejected):
+            for view in (snapshot.view(local, installed=True), snapshot.reserve(local)):
+                candidates = modelled(snapshot, problem, bucket_of(M), local, view, aligned=True, most=1)
+                if candidates:
+                    return candidates[0]
+            return None
+
+
 def whole_columns(problem: Problem) -> int:
     """N, up to whole 16 bytes of a row of y."""
     each = ALIGNMENT_BYTES // problem.dtype.itemsize

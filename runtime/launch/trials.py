@@ -19,11 +19,12 @@ from ...artifacts.records import PRECISIONS, DType, Fusion, Layout, Op, RowOp, S
 from ...artifacts.tuples import NamedTuple
 from ...kernels import reference, rowops
 from ...kernels.activations import KINDS, Activation
-from ...kernels.hopper_w8a8_block import scale_columns
+from ...kernels.hopper_w8a8_block import ADDS, FP32, scale_columns
 from ...kernels.spec import takes_codes_of_x
 from ..driver import cuda
 from ..driver.cuda import Unfinished
 from ..driver.rowops import RowOpLauncher
+from ..weights import fp8_codes
 from ..weights.expert_weights import ExpertWeights
 from ..weights.prepared_layout import K_ORDER, ORDERS
 from ..weights.row_codes import codes_of_rows, values_of_rows, values_on_load
@@ -346,6 +347,9 @@ def _strides(by_row: int, by_group: int, by_expert: int = 0) -> dict[str, int]:
 def _weight(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
     """dw, and the memory around it."""
     variant, draw, dtype = kernel.variant, _Draw(), _TORCH[kernel.variant.dtype]
+    if variant.dtype.quantised:
+        yield from _weight_of_codes(kernel, here)
+        return
     aligned = variant.alignment > 1
     N, K = (264, 200) if aligned else (131, 67)
     dy, x = (_x(draw, columns).to(dtype) for columns in (N, K))
@@ -355,6 +359,29 @@ def _weight(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
     want = _full(_E * N + 2, K)
     want[1:-1] = reference.grad_weight(dy.float(), x.float(), _COUNTS).view(_E * N, K)
     yield "dw, its rows one after another, ", placed, want, _most(variant.dtype)
+
+
+def _weight_of_codes(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
+    """dw of codes, written and added to what is there, in both dtypes; NaN is where no group of an expert is."""
+    draw, (N, K) = _Draw(), (256, 384)
+    dy, x = (fp8_codes.column_codes(_x(draw, columns).bfloat16(), _COUNTS, blocks=columns == K) for columns in (N, K))
+    exact = _full(_E, N, K)
+    fp8_codes.grad_weight(dy, x, _COUNTS, exact)
+    used = int((-(-_COUNTS // 128)).sum())
+    placed: dict[str, torch.Tensor] = {}
+    for name, codes in (("dy", dy), ("x", x)):
+        codes.codes.view(torch.uint8)[:, 128 * used :] = 0x7F
+        codes.scale[used:] = float("nan")
+        placed |= {name: here.put(codes.codes.view(torch.uint8)), f"{name}_scale": here.put(codes.scale)}
+    launch, m_sizes = gemm.product_launcher(kernel, N=N, K=K, E=_E, m_sizes_step=1), here.put(_COUNTS)
+    for dtype, flag in ((torch.bfloat16, 0), (torch.float32, FP32)):
+        for adds in (0, ADDS):
+            dw, want = here.put(_full(_E * N + 2, K, dtype=dtype)), _full(_E * N + 2, K)
+            for _ in range(2):
+                words = _addresses({**placed, "dw_flags": flag | adds})
+                launch(dw[1:].data_ptr(), m_sizes.data_ptr(), here.stream, M=_M, **words)
+            want[1:-1] = (exact * 2 + UNTOUCHED if adds else exact).view(_E * N, K)
+            yield f"dw in {dtype}{', added,' if adds else ''} ", dw, want, _most(kernel.variant.dtype)
 
 
 # The row kernels
@@ -615,6 +642,24 @@ def _order_codes(on: _RowKernel) -> _Checks:
         yield "scales", scale, factors, 0.0
 
 
+def _quantize_columns(on: _RowKernel) -> _Checks:
+    """Codes along M of rows that an index picks, and their scales, bit for bit; nothing behind the last group."""
+    C, counts = 256, torch.tensor((3, 0, 130, 128, 1), dtype=torch.int32, device="cpu")
+    E, M = len(counts), 270  # eight rows of no expert
+    x, index = on.rows(on.draw.normal(M // 2, C)), on.draw.order(M)
+    for blocks, flag in ((False, 0), (True, rowops.BLOCKS)):
+        want = fp8_codes.column_codes(x.cpu(), counts, index, 2, blocks=blocks)
+        used, P = int((-(-counts // 128)).sum()), want.codes.shape[1]
+        want.codes.view(torch.uint8)[:, 128 * used :] = 7
+        want.scale[used:] = UNTOUCHED
+        codes, scale = on.words(_full(C, P, dtype=torch.uint8, value=7)), on.words(_full(*want.scale.shape))
+        words: dict[str, Any] = {"x": x, "index": on.words(index), "m_sizes": on.words(counts), "top_k": 2}
+        words |= {"column_codes": codes, "column_scale": scale, "M": M, "columns": C, "places": P, "E": E}
+        on.run(_FEW, flags=flag | rowops.PICKED, **words)
+        yield f"codes{' of blocks' * blocks}", codes, want.codes.view(torch.uint8), 0.0
+        yield f"scales{' of blocks' * blocks}", scale, want.scale, 0.0
+
+
 # The row kernels of weights: their results are torch's bits.
 
 _W = E, N, K = 2, 128, 192  # of blocks of 64, and of no whole tile
@@ -678,6 +723,26 @@ def _quantize_weights(on: _RowKernel) -> _Checks:
             yield _bits(what.format(name), words[name], wanted[name])
 
 
+def _quantize_blocks(on: _RowKernel) -> _Checks:
+    """Prepared codes and scales of w and of w transposed; of a block with NaN the scale is NaN."""
+    E, N, K = 2, 128, 256
+    for dtype, flag in ((torch.bfloat16, 0), (torch.float32, rowops.FP32_WEIGHTS)):
+        w = on.draw.normal(E, N, K).to(dtype)
+        w[1, 5, 7] = float("nan")
+        ways = fp8_codes.blocks(w), fp8_codes.blocks(w.transpose(1, 2))
+        names = ("words", "scales"), ("across_words", "across_scales")
+        into: dict[str, Any] = {}
+        for pair, (codes, scale) in zip(names, ways, strict=True):
+            into |= {pair[0]: _room(on, codes), pair[1]: _room(on, scale)}
+        numbers = {"M": N, "columns": K, "step_expert": N * K, "step_row": K}
+        flags = flag | rowops.ALONG_K | rowops.ALONG_N
+        on.run(E * (N // 128) * (K // 128), w=on.words(w), flags=flags, **into, **numbers)
+        for pair, (codes, scale) in zip(names, ways, strict=True):
+            yield _bits(f"{pair[0]} of {dtype}", into[pair[0]], codes)
+            factors = into[pair[1]].view(-1)[: 4 * scale.numel()].view(torch.float32)
+            yield f"{pair[1]} of {dtype}", factors, scale.view(-1), 0.0
+
+
 def _dequantize_weights(on: _RowKernel) -> _Checks:
     """w of codes and scales in both layouts, in each dtype."""
     for what, flags, w, weights in _quantised(on):
@@ -727,9 +792,11 @@ _ROW_KERNELS: dict[RowOp, Callable[[_RowKernel], _Checks]] = {
     RowOp.QUANTIZE: partial(_quantize, of_x=_BLOCKS),
     RowOp.ACTIVATION_CODES: partial(_activation_codes, of_x=_BLOCKS),
     RowOp.QUANTIZE_ROWS: partial(_quantize, of_x=_BY_ROW),
+    RowOp.QUANTIZE_COLUMNS: _quantize_columns,
     RowOp.ORDER_CODES: _order_codes,
     RowOp.ACTIVATION_ROW_CODES: partial(_activation_codes, of_x=_BY_ROW),
     RowOp.QUANTIZE_WEIGHTS: _quantize_weights,
+    RowOp.QUANTIZE_BLOCKS: _quantize_blocks,
     RowOp.DEQUANTIZE_WEIGHTS: _dequantize_weights,
     RowOp.MOVE_CODES: _move_codes,
     RowOp.LARGEST_WEIGHT: _largest_weight,

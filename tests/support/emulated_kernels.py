@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from rowops_in_numpy import PASSES, at
 
 from pretuned.artifacts.codec import encode
@@ -39,17 +40,19 @@ from pretuned.artifacts.records import (
 from pretuned.kernels import registry, rowops
 from pretuned.kernels.arch import arch_of
 from pretuned.kernels.entry import ZERO_TAIL
+from pretuned.kernels.hopper_w8a8_block import ADDS, FP32, places_for
 from pretuned.kernels.plans import with_plans
 from pretuned.kernels.registry import undeclared, unlaunchable
 from pretuned.kernels.rowops import Block, RowOpSpec
 from pretuned.kernels.spec import Config, Spec, w_kn
+from pretuned.runtime.weights import fp8_codes
 
 DRIVER = 11080  # of CUDA 11.8: shipped bundles need 12.0, so a test's bundles alone are used
 _ELEMENTS = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}  # CUtensorMapDataType
 _OF_CODES = {"x": 9, "w": 2, "w_scale": 0, "w_zero": 0, "low_x": 9, "low_w": 9}
-_OF_BOTH = {"x": 0, "w": 2, "x_scale": 7, "y_map": 9}
+_OF_BOTH = {"x": 0, "w": 2, "x_scale": 7, "y_map": 9, "dy": 0, "dy_scale": 7, "dw": 9}
 _BYTES = {0: 1, 2: 4, 6: 2, 7: 4, 9: 2, 11: 4}
-_PLAIN = ("w", "w_scale", "w_zero", "x_scale")
+_PLAIN = ("w", "w_scale", "w_zero", "x_scale", "dy_scale")
 _SWIZZLES = {128: 3, 64: 2, 32: 1}
 _HEADER = struct.Struct("<4sBBBBB7xHHIQQQI")  # of an ELF64 file, up to e_flags
 _HEADER_BYTES = 64
@@ -300,9 +303,26 @@ def compute_weight(code: Code, words: Mapping[str, int]) -> None:
         row += count
 
 
+def compute_weight_of_codes(words: Mapping[str, int]) -> None:
+    """dw: kernels/hopper_w8a8_block/weight.py."""
+    M, N, K, E = (words[name] for name in ("M", "N", "K", "E"))
+    P = places_for(M, E)
+
+    def codes(name: str, columns: int, scales: int) -> fp8_codes.ColumnCodes:
+        bits = torch.from_numpy(at(words[name], columns * P, ctypes.c_uint8)).view(columns, P)
+        scale = torch.from_numpy(at(words[f"{name}_scale"], P // 128 * scales)).view(P // 128, scales)
+        return fp8_codes.ColumnCodes(bits.view(torch.float8_e4m3fn), scale, M)
+
+    dtype = torch.float32 if words["dw_flags"] & FP32 else torch.bfloat16
+    memory = torch.from_numpy(at(words["dw_at"], E * N * K * dtype.itemsize, ctypes.c_uint8))
+    sizes = torch.from_numpy(np.array(counts_at(words["m_sizes"], E, words["m_sizes_step"])))
+    operands = codes("dy", N, N), codes("x", K, K // 128)
+    fp8_codes.grad_weight(*operands, sizes, memory.view(dtype).view(E, N, K), accumulate=bool(words["dw_flags"] & ADDS))
+
+
 @np.errstate(all="ignore")  # a GPU warns of nothing
 def compute(code: Code, words: Mapping[str, int], grid: int, sizes: Mapping[str, tuple[int, ...]]) -> None:
-    """Store what a launch stores. Of products with codes nothing is: tests read their words.
+    """Store what a launch stores. Of y of codes nothing is: tests read its words.
 
     ``sizes`` are those of descriptors.
     """
@@ -311,6 +331,8 @@ def compute(code: Code, words: Mapping[str, int], grid: int, sizes: Mapping[str,
         numbers = tuple(words[name] for name, kind in code.arguments if kind != "ptr")
         block = dict(code.config)["block"]
         PASSES[code.op](Memory(code.dtype), grid, block, pointers, numbers)
+    elif code.dtype.quantised and code.op is Op.DW:
+        compute_weight_of_codes(words)
     elif code.dtype.quantised:
         return
     elif code.op is Op.DW:

@@ -19,7 +19,7 @@ from pretuned.kernels.activations import KINDS, Activation
 from pretuned.kernels.hopper_w8a8_block import scale_columns
 from pretuned.kernels.rowops import RowOpSpec, programs, rows_at_once, tile_of, tiles
 from pretuned.runtime.ops.activation import RowActivation, by_torch
-from pretuned.runtime.weights import writing
+from pretuned.runtime.weights import fp8_codes, writing
 from pretuned.runtime.weights.codes import Quantised
 from pretuned.runtime.weights.expert_weights import ExpertWeights
 from pretuned.runtime.weights.prepared_layout import K_ORDER, ORDERS
@@ -151,6 +151,22 @@ def quantize(
         source = indices(index, M, step)[: len(source)] // top_k
     with plain_torch():
         _store_codes(_rows(of, x, int(source.max(initial=-1)) + 1, K)[source], codes, scale, M, by_row)
+
+
+def quantize_columns(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
+    (x, index, m_sizes, codes, scale), (M, C, P, E, top_k, index_step, step, flags) = pointers, numbers
+    counts, source = torch.from_numpy(np.array(indices(m_sizes, E, step))), np.arange(M)
+    if flags & rowops.PICKED:
+        source = indices(index, M, index_step) // top_k
+    end, shared = min(M, int(counts.clamp(min=0).sum())), bool(flags & rowops.BLOCKS)
+    with plain_torch():
+        rows = torch.zeros(M, C)
+        rows[:end] = _rows(of, x, int(source[:end].max(initial=-1)) + 1, C)[source[:end]]
+        made = fp8_codes.column_codes(rows, counts, blocks=shared)
+        used = int((-(-counts.clamp(0, M) // 128)).sum())
+        _codes_at(codes, C, P)[:, : 128 * used] = made.codes.view(torch.uint8)[:, : 128 * used]
+        placed = torch.from_numpy(at(scale, made.scale.numel())).view(made.scale.shape)
+        placed[:used] = made.scale[:used]
 
 
 def order_codes(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
@@ -311,6 +327,18 @@ def quantize_weights(of: Elements, grid: int, block: int, pointers: Sequence[int
         assert outer is None or torch.equal(outer, into.global_scale)
 
 
+def quantize_blocks(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
+    (w, *ways), (N, K, step_expert, step_row, flags) = pointers, numbers
+    E = grid // (N // 128 * (K // 128))
+    with plain_torch():
+        given = _w_at(w, E, N, K, step_expert, step_row, flags)
+        both = (rowops.ALONG_K, given), (rowops.ALONG_N, given.transpose(1, 2))
+        for (flag, one), words, scales in zip(both, ways[::2], ways[1::2], strict=True):
+            if flags & flag:
+                for tensor, address in zip(fp8_codes.blocks(one), (words, scales), strict=True):
+                    _raw(address, tensor.numel() * 4)[:] = tensor.view(-1).view(torch.uint8)
+
+
 def dequantize_weights(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
     (w, *beside), (N, K, flags) = pointers, numbers
     E = _experts(of, RowOp.DEQUANTIZE_WEIGHTS, grid, N, K)
@@ -359,9 +387,11 @@ PASSES: dict[RowOp, Pass] = {
     RowOp.QUANTIZE: quantize,
     RowOp.ACTIVATION_CODES: activation_codes,
     RowOp.QUANTIZE_ROWS: functools.partial(quantize, by_row=True),
+    RowOp.QUANTIZE_COLUMNS: quantize_columns,
     RowOp.ORDER_CODES: order_codes,
     RowOp.ACTIVATION_ROW_CODES: functools.partial(activation_codes, by_row=True),
     RowOp.QUANTIZE_WEIGHTS: quantize_weights,
+    RowOp.QUANTIZE_BLOCKS: quantize_blocks,
     RowOp.DEQUANTIZE_WEIGHTS: dequantize_weights,
     RowOp.MOVE_CODES: move_codes,
     RowOp.LARGEST_WEIGHT: largest_weight,

@@ -272,6 +272,8 @@ def test_the_kernels_take_the_arguments_of_the_contract(op: RowOp) -> None:
         order_codes,
         place,
         quantize,
+        quantize_blocks,
+        quantize_columns,
         quantize_rows,
         sort,
         zero_rows,
@@ -286,6 +288,8 @@ def test_the_kernels_take_the_arguments_of_the_contract(op: RowOp) -> None:
         sort,
         gather_combine,
         quantize,
+        quantize_blocks,
+        quantize_columns,
         row_codes,
         quantize_rows,
         order_codes,
@@ -317,7 +321,7 @@ def test_which_passes_go_with_which_gemms() -> None:
     assert of(Op.FORWARD, dtypes=(DType.FP8_BLOCK_A16,)) == of(Op.FORWARD)
     by_row = [(RowOp.QUANTIZE_ROWS, bf16), (RowOp.ORDER_CODES, bf16), (RowOp.ACTIVATION_ROW_CODES, bf16)]
     assert of(Op.FORWARD, dtypes=(DType.FP8_CHANNEL,)) == [*of(Op.FORWARD)[:3], *by_row, *rest]
-    built = len(RowOp) - len(rowops.WEIGHT_OPS)
+    built = len(RowOp) - len(rowops.WEIGHT_OPS) - len(rowops.training_specs())
     assert len(of(*Op, dtypes=(bf16, DType.FP8_BLOCK, DType.FP8_CHANNEL))) == built
     assert of(Op.FORWARD, dtypes=(DType.TF32, fp32)) == [
         (RowOp.COMBINE, fp32),

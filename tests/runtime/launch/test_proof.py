@@ -22,7 +22,7 @@ from rowops_in_numpy import PASSES, at
 from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import CudaError
 from pretuned.artifacts.records import DType, Fusion, Gpu, Layout, LocalGpu, Op, Problem, RowOp, Variant
-from pretuned.kernels import reference, rowops
+from pretuned.kernels import hopper_w8a8_block, reference, rowops
 from pretuned.kernels.activations import KINDS
 from pretuned.kernels.rowops import MAKES_CODES, RowOpSpec
 from pretuned.kernels.spec import Config
@@ -129,6 +129,14 @@ def test_an_expert_without_rows_needs_zeros_in_dw(gpu: EmulatedGpu) -> None:
 
     proving.spoil(gpu, kernel.variant.cubin_sha256, leaves)
     assert "wanted 0 (1 of" in str(proof.tried(kernel))
+
+
+def test_dw_of_codes(gpu: EmulatedGpu) -> None:
+    (config,) = hopper_w8a8_block.WEIGHT_CONFIGS
+    kernel = gpu.load(KernelSpec(Op.DW, DType.FP8_BLOCK, config))
+    assert proof.tried(kernel) is None
+    proving.spoil(gpu, kernel.variant.cubin_sha256, lambda result, _: proving.one_bit(result + 1, {}))
+    assert "elements are wrong" in str(proof.tried(kernel))
 
 
 def row_kernel(gpu: EmulatedGpu, op: RowOp, alignment: int) -> LoadedKernel:

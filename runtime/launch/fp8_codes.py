@@ -1,0 +1,134 @@
+"""The kernels of fp8 training, of a bundle: ``runtime/ops/fp8_codes.py`` asks for them.
+
+Each function returns None or False, and has launched nothing, if no usable bundle has a kernel or memory is not dense
+and aligned: torch does the same then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...artifacts.records import DType, Op, Problem, RowOp, bucket_of
+from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
+from ...kernels.hopper_w8a8_block import ADDS, FP32, GROUP, places_for
+from ...kernels.rowops import ALONG_K, ALONG_N, BLOCKS, FP32_WEIGHTS, MOST_SORTED_EXPERTS, PICKED
+from ...kernels.spec import MAX_EXPERTS
+from ..dispatch import snapshot as dispatch_snapshot
+from ..driver.device import current_stream, local_gpu, on, platform_supported
+from ..weights.expert_weights import ExpertWeights
+from ..weights.fp8_codes import ColumnCodes
+from . import rowops
+from .ready import Ready, kept, name_of, step_of
+
+if TYPE_CHECKING:
+    from ..dispatch.snapshot import Usable
+
+_MOST = 2**31 - 1
+_FLOATS = {torch.bfloat16: 0, torch.float32: FP32_WEIGHTS}
+_RESULTS = {torch.bfloat16: 0, torch.float32: FP32}
+
+
+def column_codes(
+    t: torch.Tensor, m_sizes: torch.Tensor, index: torch.Tensor | None, top_k: int, *, blocks: bool
+) -> ColumnCodes | None:
+    """Codes along M of sorted rows t [M, C], or of rows t[index // top_k]."""
+    M, E, C = t.shape[0] if index is None else index.shape[0], m_sizes.shape[0], t.shape[1]
+    dense = t.is_contiguous() and (index is None or index.is_contiguous()) and m_sizes.is_contiguous()
+    if not dense or t.dtype is not torch.bfloat16 or C % GROUP or not M or not 0 < E <= MOST_SORTED_EXPERTS:
+        return None
+    if not is_aligned(ALIGNMENT_BYTES, t.data_ptr()):
+        return None
+    launch = rowops.launcher(RowOp.QUANTIZE_COLUMNS, DType.BF16, t.get_device(), aligned=True)
+    if launch is None:
+        return None
+    P = places_for(M, E)
+    codes = t.new_empty((C, P), dtype=torch.float8_e4m3fn)
+    scale = t.new_empty((P // GROUP, C // GROUP if blocks else C), dtype=torch.float32)
+    run = launch.bind(
+        columns=C,
+        places=P,
+        E=E,
+        top_k=top_k,
+        index_step=1 if index is None else step_of(index),
+        m_sizes_step=step_of(m_sizes),
+        flags=(BLOCKS if blocks else 0) | (0 if index is None else PICKED),
+    )
+    there = {"x": t, "index": index, "m_sizes": m_sizes, "column_codes": codes, "column_scale": scale}
+    tensors = map(there.get, launch.operands)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    with on(t.get_device()):
+        run(M, current_stream(t.get_device()), *addresses)
+    return ColumnCodes(codes, scale, M)
+
+
+def grad_weight(dy: ColumnCodes, x: ColumnCodes, m_sizes: torch.Tensor, dw: torch.Tensor, *, accumulate: bool) -> bool:
+    """Write dw [E, N, K] of these codes, or add to it."""
+    E, N, K = dw.shape
+    usable = dw.is_contiguous() and m_sizes.is_contiguous() and dw.dtype in _RESULTS and 0 < E <= MAX_EXPERTS
+    addresses = (dw.data_ptr(), *(tensor.data_ptr() for codes in (dy, x) for tensor in codes[:2]))
+    if not usable or not is_aligned(ALIGNMENT_BYTES, *addresses) or N % GROUP or K % GROUP:
+        return False
+    ready = _ready(E, N, K, x.M, m_sizes)
+    if ready is None:
+        return False
+    launch = ready.launcher
+    run = launch.bind(dw_flags=_RESULTS[dw.dtype] | (ADDS if accumulate else 0))
+    of = {"dw": dw, "m_sizes": m_sizes, "dy": dy.codes, "x": x.codes, "dy_scale": dy.scale, "x_scale": x.scale}
+    with on(dw.get_device()):
+        run(x.M, current_stream(dw.get_device()), *(of[name].data_ptr() for name in launch.operands))
+    return True
+
+
+def _ready(E: int, N: int, K: int, M: int, m_sizes: torch.Tensor) -> Ready | None:
+    """The kernel for dW of codes, and all like it."""
+    device, bucket = m_sizes.get_device(), bucket_of(M)
+
+    def build() -> Ready | None:
+        from ..dispatch.decide import dW_of_codes  # here, as only a first launch needs them
+        from . import gemm
+        from .loader import load_first
+
+        problem = Problem(Op.DW, DType.FP8_BLOCK, E, N, K)
+        snapshot, local = dispatch_snapshot.snapshot(), local_gpu(device)
+
+        def choose() -> tuple[Usable, int] | None:
+            candidate = dW_of_codes(snapshot, problem, bucket, local)
+            return None if candidate is None else (candidate.usable, candidate.index)
+
+        kernel = load_first(snapshot, choose, local, device) if platform_supported() else None
+        if kernel is None:
+            return None
+        launch = gemm.product_launcher(kernel, N=N, K=K, E=E, m_sizes_step=step_of(m_sizes))
+        return Ready(launch, name_of(problem, kernel))
+
+    return kept(("dW of codes", E, N, K, m_sizes.dtype, bucket, device), build)
+
+
+def blocks(
+    w: torch.Tensor, *, along_k: bool, along_n: bool
+) -> tuple[ExpertWeights | None, ExpertWeights | None] | None:
+    """Prepared fp8_block weights of w [E, N, K], and of w.transpose(1, 2), of one read of w."""
+    E, N, K = w.shape
+    whole = N % GROUP == 0 and K % GROUP == 0 and w.stride(2) == 1 and w.numel() > 0
+    strides = all(step % 16 == 0 and 0 <= step <= _MOST for step in w.stride()[:2]) and N * w.stride(1) <= _MOST
+    if not whole or not strides or w.dtype not in _FLOATS or not is_aligned(ALIGNMENT_BYTES, w.data_ptr()):
+        return None
+    launch = rowops.launcher(RowOp.QUANTIZE_BLOCKS, DType.BF16, w.get_device(), aligned=True)
+    if launch is None:
+        return None
+    ways = [_room(w, E, N, K) if along_k else None, _room(w, E, K, N) if along_n else None]
+    flags = _FLOATS[w.dtype] | (ALONG_K if along_k else 0) | (ALONG_N if along_n else 0)
+    words = {"w": w.data_ptr(), "M": N, "columns": K, "step_expert": w.stride(0), "step_row": w.stride(1)}
+    for way, (codes, scale) in zip(ways, (("words", "scales"), ("across_words", "across_scales")), strict=True):
+        words |= {codes: 0, scale: 0} if way is None else {codes: way.codes.data_ptr(), scale: way.scale.data_ptr()}
+    with on(w.get_device()):
+        launch(E * (N // GROUP) * (K // GROUP), current_stream(w.get_device()), {**words, "flags": flags})
+    return ways[0], ways[1]
+
+
+def _room(like: torch.Tensor, E: int, N: int, K: int) -> ExpertWeights:
+    """New prepared weights, whose memory nothing is written to."""
+    codes = like.new_empty((E, N // 64, K // 64, 64, 4, 4), dtype=torch.int32)
+    return ExpertWeights("fp8_block", codes, like.new_empty((E, N // GROUP, K // GROUP), dtype=torch.float32))
