@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .inspect.explanation import Explanation
     from .inspect.preload import Preloaded, preload
     from .ops.activation import activate
+    from .ops.fp8_weights import reuse_fp8_weights
     from .ops.low_rank import Lora
     from .weights.quantized_rows import QuantizedRows
 
@@ -50,6 +51,7 @@ _PUBLIC = {
     "register_compiler": "hooks",
     "register_tuner": "hooks",
     "reload": "hooks",
+    "reuse_fp8_weights": "ops.fp8_weights",
     "sort_routing": "api.routing",
 }
 
@@ -74,6 +76,7 @@ __all__ = [
     "register_compiler",
     "register_tuner",
     "reload",
+    "reuse_fp8_weights",
     "sort_routing",
 ]
 

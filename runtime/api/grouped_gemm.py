@@ -64,6 +64,7 @@ def grouped_gemm(
     lora: Lora | None = None,
     expected_rows: int | None = None,
     m_starts: torch.Tensor | None = None,
+    precision: str | None = None,
 ) -> torch.Tensor:
     """y[to(i)] = t(i) * (x[from(i)] @ w[e].T + bias[e]) for every sorted row i of expert e, in one launch.
 
@@ -139,6 +140,10 @@ def grouped_gemm(
     m_starts
         [E] int32 or int64, contiguous: rows m_starts[e] to m_starts[e] + m_sizes[e] - 1 of x [M, K] and y [M, N] are
         expert e's, others are padding. No two experts may share a row, which is checked on the CPU alone.
+    precision
+        "fp8" quantises the operands of the product and of its gradients in every call: x and dy in groups of 128, w,
+        bfloat16 or float32, in blocks of 128 x 128. x is bfloat16, N and K are multiples of 128. On CUDA for
+        capability 9.0, with neither lora nor ``kernel_config_*``. None: the precision of x and w.
 
     Returns
     -------
@@ -170,35 +175,36 @@ def grouped_gemm(
             "grouped_gemm: dX_only or dW_only with lora: requires_grad decides which gradients are "
             "computed. Leave it out, and call w.requires_grad_(False)"
         )
-    if m_starts is not None or getattr(x, "ndim", 2) == 3:
-        from .padded import padded_gemm
-
-        return padded_gemm(
-            grouped_gemm,
+    if precision is not None or m_starts is not None or getattr(x, "ndim", 2) == 3:
+        return _by_itself(
+            precision,
             x,
             w,
             m_sizes,
             m_starts,
-            (
-                topk,
-                gather_indices,
-                permute_x,
-                permute_y,
-                topk_weights,
-                fuse_mul_post,
-                kernel_config_fwd,
-                kernel_config_bwd_dX,
-                kernel_config_bwd_dW,
-                autotune,
-            ),
-            w_layout=w_layout,
-            bias=bias,
-            out=out,
-            zero_tail=zero_tail,
-            lora=lora,
-            expected_rows=expected_rows,
-            only_dx=dX_only,
-            only_dw=dW_only,
+            {
+                "w_layout": w_layout,
+                "topk": topk,
+                "permute_x": permute_x,
+                "permute_y": permute_y,
+                "zero_tail": zero_tail,
+                "is_first_gemm": is_first_gemm,
+                "dX_only": dX_only,
+                "dW_only": dW_only,
+                "autotune": autotune,
+                "kernel_config_fwd": kernel_config_fwd,
+                "kernel_config_bwd_dX": kernel_config_bwd_dX,
+                "kernel_config_bwd_dW": kernel_config_bwd_dW,
+            },
+            {
+                "gather_indices": gather_indices,
+                "topk_weights": topk_weights,
+                "fuse_mul_post": fuse_mul_post,
+                "bias": bias,
+                "lora": lora,
+                "expected_rows": expected_rows,
+                "out": out,
+            },
         )
     if lora is not None and isinstance(lora, Lora) and lora.dropout:
         from .adapted import dropped
@@ -346,6 +352,35 @@ def grouped_gemm(
         kernel_config_bwd_dW=kernel_config_bwd_dW,
     )
     return _run(x, w, m_sizes, form, moves, fused, out, keep)
+
+
+def _by_itself(
+    precision: str | None,
+    x: Any,
+    w: Any,
+    m_sizes: torch.Tensor,
+    m_starts: torch.Tensor | None,
+    form: dict[str, Any],
+    fused: dict[str, Any],
+) -> torch.Tensor:
+    """y of a call in fp8, or of padded rows: ``form`` are ``form_of``'s parameters, ``fused`` the others, by name."""
+    is_padded = m_starts is not None or getattr(x, "ndim", 2) == 3
+    if precision is None:
+        from .padded import padded_gemm  # here, as few calls have padded rows
+
+        names = ("topk", "gather_indices", "permute_x", "permute_y", "topk_weights", "fuse_mul_post")
+        names += ("kernel_config_fwd", "kernel_config_bwd_dX", "kernel_config_bwd_dW", "autotune")
+        both = form | fused
+        rest = {name: both[name] for name in ("w_layout", "bias", "out", "zero_tail", "lora", "expected_rows")}
+        rest |= {"only_dx": both["dX_only"], "only_dw": both["dW_only"]}
+        return padded_gemm(grouped_gemm, x, w, m_sizes, m_starts, tuple([both[name] for name in names]), **rest)
+    from . import fp8  # here, as few calls have a precision
+
+    if is_padded:
+        raise InputError("grouped_gemm: precision='fp8' with padded rows. Pass rows without padding, or no precision")
+    if _duals._current_level >= 0:
+        tensors.no_tangents("grouped_gemm", x, w, fused["topk_weights"], fused["bias"])
+    return fp8.product(precision, x, w, m_sizes, form_of(**form), **fused)
 
 
 def _sizes(*operands: torch.Tensor | None) -> tuple[object, ...]:

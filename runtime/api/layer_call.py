@@ -50,11 +50,13 @@ def run(
     expected_rows: int | None,
     key: object,
     snapshot: Snapshot | None,
+    precision: str | None = None,
 ) -> torch.Tensor:
     """The result of ``moe_mlp``.
 
     ``parameters`` are the weights and biases of both products, ``act`` the activation, and whether it has a gate, and
-    an interleaved one. A plan of the layer, where there is one, is put into ``snapshot``, under ``key``.
+    an interleaved one. A plan of the layer, where there is one, is put into ``snapshot``, under ``key``; with a
+    ``precision`` there is none.
 
     Raises
     ------
@@ -66,7 +68,25 @@ def run(
     coded = None
     if isinstance(hidden, QuantizedRows):
         coded = checked("moe_mlp", "hidden", hidden, gate_up_weight)
+        if precision is not None:
+            raise InputError(
+                "moe_mlp: hidden is QuantizedRows with precision='fp8': pass bfloat16 rows, or no precision"
+            )
         hidden = hidden.stand_in()
+    asked, own = hidden, (gate_up_weight, down_weight)
+    if precision is not None:
+        from . import fp8  # here, as few calls have a precision
+
+        if tensors.duals._current_level >= 0:
+            tensors.no_tangents("moe_mlp", hidden, *own, topk_weights, gate_up_bias, down_bias)
+        (hidden, gate_up_bias, down_bias), (gate_up_weight, down_weight) = fp8.checked_weights(
+            "moe_mlp",
+            precision,
+            {"hidden": hidden, "gate_up_bias": gate_up_bias, "down_bias": down_bias},
+            {"gate_up_weight": gate_up_weight, "down_weight": down_weight},
+            (topk_ids, topk_weights, gate_up_bias, down_bias),
+            {"lora": lora is not None, "weights_on='input'": weights_on == "input"},
+        )
     _check_tensors(
         {
             "hidden": hidden,
@@ -102,7 +122,7 @@ def run(
     others = [tensor for tensor in (down_weight, gate_up_bias, down_bias, topk_weights) if tensor is not None]
     adapters = adapters_given(lora)
     if out is not None:
-        _check_out(out, hidden, [hidden, gate_up_weight, *others], adapters, topk_weights, down_bias)
+        _check_out(out, asked, [hidden, *own, *others], adapters, topk_weights, down_bias)
         if coded is not None:
             tensors.check_apart(out, "moe_mlp", **{"hidden.codes": coded.codes, "hidden.scale": coded.scale})
     low = [tensor for pair in adapters if isinstance(pair, Lora) for tensor in pair[:2]]
@@ -110,7 +130,9 @@ def run(
     is_traced = tensors.is_traced(x, gate_up_weight, topk_ids, *others, *low)
     if coded is not None:
         _check_coded(is_traced, weights_on, adapters, others)
-    if drops or weights_on == "input" or is_traced:
+    if precision is not None:
+        result = _in_fp8(x, own, (gate_up_bias, down_bias), topk_ids, topk_weights, how, w_layout, out)
+    elif drops or weights_on == "input" or is_traced:
         result = _composed(
             x,
             gate_up_weight,
@@ -138,7 +160,7 @@ def run(
     if out is not None:
         _written(out)
         return out
-    return result.to(hidden.dtype).view(hidden.shape)
+    return result.to(asked.dtype).view(asked.shape)
 
 
 def _check_coded(
@@ -253,6 +275,28 @@ def _fused(
         if into is None or into.dtype is x.dtype:
             return run(how, x, parameters, routing, weights, keeps_h=False, into=into)[0]
         return into.copy_(run(how, x, parameters, routing, weights, keeps_h=False)[0])  # autocast: x has another dtype
+
+
+def _in_fp8(
+    x: torch.Tensor,
+    own: tuple[Any, Any],
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    how: Layer,
+    w_layout: str,
+    into: torch.Tensor | None,
+) -> torch.Tensor:
+    """The layer in fp8 of the caller's ``own`` weights; their outlines were checked."""
+    from . import fp8
+
+    routing = sort(ids, own[0].shape[0])
+    outlines = Weights(*(x.new_empty(w.shape[-1:]).expand(w.shape) for w in own), *biases)
+    x = _checked(x, outlines, weights, how, routing, w_layout)
+    wide = layer.columns(own[0], how.layout)
+    fp8.check_whole("moe_mlp", H=x.shape[1], I=wide // 2 if how.act.gated else wide, **{"gate_up's columns": wide})
+    into = None if into is None else into.view(-1, into.shape[-1])
+    return fp8.layer(x, Weights(*own, *biases), routing, weights, how, into)
 
 
 def _checked(

@@ -43,6 +43,7 @@ def moe_mlp(
     lora: tuple[Lora | None, Lora | None] | None = None,
     out: torch.Tensor | None = None,
     expected_rows: int | None = None,
+    precision: str | None = None,
 ) -> torch.Tensor:
     """out[t] = sum over slots s of weight[t, s] * (act(hidden[t] @ gate_up[e].T) @ down[e].T), e = topk_ids[t, s].
 
@@ -77,6 +78,9 @@ def moe_mlp(
     expected_rows
         How many of the T*k ids will be in [0, E), 0 to T*k, as with experts on other ranks: kernels, of gradients too,
         are chosen for so many rows; for T*k if None. It changes no buffer, and with more or fewer the result is right.
+    precision
+        "fp8" quantises the operands of both products and of their gradients, as ``grouped_gemm`` says. hidden is
+        bfloat16, H and I are multiples of 128; with neither lora nor ``weights_on="input"``. None: hidden's precision.
 
     Returns
     -------
@@ -105,7 +109,7 @@ def moe_mlp(
         assert isinstance(hidden, torch.Tensor)  # others have no key, and ``run`` looks at them
     key: object = None
     snapshot = None
-    if not _tracing():
+    if precision is None and not _tracing():
         # First: what is chosen before a ``reload`` is not kept in a table from after.
         snapshot = hooks.current() if hooks.blocks else hooks.snapshot
         if _duals._current_level >= 0:
@@ -168,6 +172,7 @@ def moe_mlp(
         expected_rows=expected_rows,
         key=key,
         snapshot=snapshot,
+        precision=precision,
     )
 
 

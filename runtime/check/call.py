@@ -6,6 +6,7 @@ The form of a call is everything about it that is no tensor. ``tensors.py`` has 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -288,7 +289,7 @@ class Call(NamedTuple):
     """A checked call: ``M`` sorted rows, and the rows of x and y; w is 3-D."""
 
     form: Form
-    w: torch.Tensor | ExpertWeights
+    w: torch.Tensor | ExpertWeights | TransposedWeights
     m_sizes: torch.Tensor
     fusions: Fusions
     M: int
@@ -439,6 +440,16 @@ class Starts(NamedTuple):
     packs: bool
 
 
+class TransposedWeights(NamedTuple):
+    """w of a backward in fp8: quantised as E matrices [K, N], so that dx = dy @ w is a forward of quantised dy.
+
+    ``shape`` is w's own, in its layout; ``weights`` returns the quantised ones. dW is of quantised operands, too.
+    """
+
+    weights: Callable[[], ExpertWeights]
+    shape: torch.Size
+
+
 class Rows:
     """y[to(m)] = weight(m) * (x[from(m)] @ w[g].T + bias[g]): the forward, or dX with x = dy and y = dx.
 
@@ -520,6 +531,22 @@ class Rows:
         self.uses_index = bool(flags)
         flags |= (8 if bias is not None else 0) | (32 if low is not None else 0) | (64 if starts is not None else 0)
         self.fusion = Fusion(flags)
+
+    @classmethod
+    def of_dx(
+        cls,
+        dy: torch.Tensor,
+        w: torch.Tensor | ExpertWeights | TransposedWeights,
+        m_sizes: torch.Tensor,
+        layout: Layout,
+        M: int,
+        *args: Any,
+        **more: Any,
+    ) -> Rows:
+        """The product dx = dy @ w of the experts' rows."""
+        if not isinstance(w, TransposedWeights):
+            return cls(Op.DX, dy, w, m_sizes, layout, M, *args, **more)
+        return cls(Op.FORWARD, dy.contiguous(), w.weights(), m_sizes, Layout.NK, M, *args, **more)
 
     def _replace(self, **changed: Any) -> Rows:
         return Rows(**{name: getattr(self, name) for name in self._FIELDS} | changed)

@@ -119,13 +119,21 @@ def always_quantises(snapshot: Snapshot, plain: Problem, local: LocalGpu) -> boo
 
 
 def of_codes(
-    snapshot: Snapshot, problem: Problem, other: DType, M: int, local: LocalGpu, *, top_k: int
+    snapshot: Snapshot,
+    problem: Problem,
+    other: DType,
+    M: int,
+    local: LocalGpu,
+    *,
+    top_k: int,
+    op: RowOp | None = RowOp.ORDER_CODES,
 ) -> Planned | None:
     """The variant for M rows of ``problem`` whose x arrives as codes; None: no usable bundle has one.
 
-    It is the variant of a call that quantises x, if there is one (``quantised_x``), else the best for codes.
+    It is the variant of a call that quantises x, if there is one (``quantised_x``), else the best for codes. ``op`` is
+    the row kernel that provides the codes; None: x is bf16, and is quantised in any case.
     """
-    if lacks_for_codes(snapshot, problem, local, RowOp.ORDER_CODES) is not None:
+    if lacks_for_codes(snapshot, problem, local, op) is not None:
         return None
     planned = quantised_x(snapshot, problem, other, M, local, top_k=top_k)
     while planned is None:  # again if ``Rejected`` has dropped a bundle

@@ -62,7 +62,7 @@ def kernel_for_quantised(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Produ
         kernel = _of_prepared(call, w, y)
         if kernel is not None:
             return kernel
-    return _of_codes_as_they_are(call, w, y)
+    return None if w.always_quantises else _of_codes_as_they_are(call, w, y)
 
 
 _advised: set[tuple[str, int]] = set()  # format and device
@@ -346,7 +346,7 @@ def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> ProductKernel
         raise InputError("grouped_gemm: x has rows that lie apart, which can't be quantised: pass x.contiguous()")
     codes = dtypes[0] if quantises and dense else None
     fixed = (w.format, E, N, K, call.gather_divisor, fusion.value, step, m_sizes.dtype, zeroes, few, beside)
-    key = ("prepared", *fixed, call.bucket, device, first, codes is None, call.pin)
+    key = ("prepared", *fixed, call.bucket, device, first, codes is None, w.always_quantises, call.pin)
 
     def build() -> ProductKernel | None:
         problem = problem_of(call.op, x, E, N, K, Layout.NK, fusion, dtypes[-1])
@@ -354,10 +354,11 @@ def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> ProductKernel
             from .gemm import Fused
 
             fused = Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside)
-            of_codes = _of_codes(problem._replace(dtype=codes), dtypes[-1], call, fused)
+            of_codes = _of_codes(problem._replace(dtype=codes), dtypes[-1], call, fused, always=w.always_quantises)
             if of_codes is not None:
                 return of_codes
-        if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format
+        # (torch's warning names the format.)
+        if w.always_quantises or not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):
             return None
         kernel = kernel_for(problem, call.bucket, device, aligned=True, pin=call.pin)
         if kernel is None:
@@ -376,10 +377,10 @@ def _always_quantises() -> bool:
     return invariance is not None and invariance.quantize_x
 
 
-def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> ProductKernel | None:
+def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused, *, always: bool) -> ProductKernel | None:
     """A GEMM with quantised x, after a row kernel that quantises it; None if the kernel with bf16 x shall run."""
     device = call.x.get_device()
-    kernel = _kernel_for_codes(problem, other, call, device, call.gather_divisor)
+    kernel = _kernel_for_codes(problem, other, call, device, call.gather_divisor, always=always)
     if kernel is None:
         return None
     quantize = rowops.launcher(CODE_OPS[problem.dtype].quantize, DType.BF16, device, aligned=True)
@@ -389,18 +390,27 @@ def _of_codes(problem: Problem, other: DType, call: Rows, fused: Fused) -> Produ
 
 
 def _kernel_for_codes(
-    problem: Problem, other: DType, call: Rows, device: int, top_k: int, *, aligned: bool = True
+    problem: Problem,
+    other: DType,
+    call: Rows,
+    device: int,
+    top_k: int,
+    *,
+    aligned: bool = True,
+    always: bool = False,
 ) -> LoadedKernel | None:
     """The variant for quantised x, loaded on ``cuda:device``; None where x stays as it is.
 
-    Where x is quantised, the variant that the call prefers goes before it.
+    Where x is quantised, ``always`` or by the plan, the variant that the call prefers goes before it.
     """
-    from ..dispatch.plans import quantised_x  # here, as only a first launch needs them
+    from ..dispatch.plans import of_codes, quantised_x  # here, as only a first launch needs them
     from .loader import load_first, pinned_kernel
 
     snapshot, local = dispatch_snapshot.snapshot(), local_gpu(device)
 
     def choose() -> tuple[Usable, int] | None:
+        if always:
+            return of_codes(snapshot, problem, other, call.bucket, local, top_k=top_k, op=None)
         return quantised_x(snapshot, problem, other, call.bucket, local, top_k=top_k, aligned=aligned)
 
     kernel = load_first(snapshot, choose, local, device)

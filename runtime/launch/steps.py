@@ -73,7 +73,8 @@ def operands_of(w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | Non
     """The tensors that kernels read of w, by the names that steps have for them."""
     if isinstance(w, torch.Tensor):
         return {"w": w}
-    operands = {"w": w.codes, "w_scale": w.kernel_scale if w.is_prepared else None, "w_outer": w.outer_scale}
+    derived = w.is_prepared and not w.always_quantises  # a kernel with bf16 x, which those never have, reads it
+    operands = {"w": w.codes, "w_scale": w.kernel_scale if derived else None, "w_outer": w.outer_scale}
     operands["w_zero"], plain = w.zero, w.plain_scale
     if all(plain is not operand for operand in operands.values()):  # else two operands would be one tensor
         operands["w_plain_scale"] = plain  # also the scales as they are, not only those derived for kernels

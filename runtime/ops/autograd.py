@@ -92,7 +92,7 @@ class GroupedGemm(torch.autograd.Function):
         form, sizes, plan, frozen, w_shape, kind = ctx.call
         unchanged = None if frozen is None else frozen.unchanged()
         needs = wanted(ctx.needs_input_grad, form)
-        m_sizes = _counts_as_saved(dy, w, w_shape, m_sizes, weights, kind)
+        m_sizes = counts_as_saved(dy, w, w_shape, m_sizes, weights, kind)
         if plan is not None and weights is None:
             planned = plan.backward(x, w, m_sizes, dy, needs, w_shape, sizes)
             if planned is not None:
@@ -168,7 +168,7 @@ class AdaptedGemm(torch.autograd.Function):
         x, w, m_sizes, weights, bias, A, B, u, index = ctx.saved_tensors
         (form, sizes, scale, plan), w_shape, kind = ctx.call
         needs, adapter = wanted(ctx.needs_input_grad, form), LowRank(A, B, scale)
-        m_sizes = _counts_as_saved(dy, w, w_shape, m_sizes, weights, kind)
+        m_sizes = counts_as_saved(dy, w, w_shape, m_sizes, weights, kind)
         w = ctx.frozen.unchanged() if w is None and ctx.frozen is not None else w
         if plan is not None and weights is None:
             results = plan.adapted(x, w, m_sizes, dy, needs, adapter, u, w_shape, index, sizes)
@@ -239,7 +239,7 @@ def with_adapter(
     return dx, dw, dweights, dbias, *low
 
 
-def _counts_as_saved(
+def counts_as_saved(
     dy: torch.Tensor,
     w: torch.Tensor | None,
     w_shape: torch.Size,

@@ -19,9 +19,8 @@ from functools import partial
 
 import torch
 
-from ...artifacts.records import Op
 from ...artifacts.tuples import NamedTuple
-from ..check.call import Call, Rows
+from ..check.call import Call, Rows, TransposedWeights
 from ..check.tensors import rows_usable
 from ..launch.program import EAGER, EagerExecutor
 from . import low_rank
@@ -122,8 +121,16 @@ def grad_w_and_bias(
     rows_dy = _scaled(call, dy.gathered, flat)
     dw = dbias = None
     if x is not None:
+        fp8 = isinstance(call.w, TransposedWeights)
         dw = weight(
-            rows_dy, x, call.m_sizes, layout=form.layout, pin=form.pin_dw, bucket=form.bucket, executor=executor
+            rows_dy,
+            x,
+            call.m_sizes,
+            layout=form.layout,
+            pin=form.pin_dw,
+            bucket=form.bucket,
+            executor=executor,
+            fp8=fp8,
         )
     if bias:
         ones = rows_dy.new_ones((call.M, _ONES))
@@ -169,8 +176,7 @@ def _rows_of_dx(call: Call, dy: GradY, flat: torch.Tensor | None, *, moves: bool
     form = call.form
     dy_rows, divisor = (dy.rows, 1) if dy.sorted is None else (dy.sorted, 0)
     used = call.fusions.index if moves or divisor or flat is not None else None
-    return Rows(
-        Op.DX,
+    return Rows.of_dx(
         dy_rows,
         call.w,
         call.m_sizes,

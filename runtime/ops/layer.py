@@ -30,7 +30,7 @@ import torch
 from ...artifacts.records import Layout, Op
 from ...artifacts.tuples import NamedTuple
 from ...kernels.activations import Activation
-from ..check.call import Rows, flat, wide_of
+from ..check.call import Rows, TransposedWeights, flat, wide_of
 from ..check.saved import FLOATS, Frozen, Saved
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
@@ -81,14 +81,14 @@ class Narrow(NamedTuple):
 NOTHING_NARROW = Narrow(None, None)
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """The properties that no other tensor of a backward has: the routing weights' dtype, and the columns of h."""
 
     dtype: torch.dtype
     columns: int
 
     @classmethod
-    def of(cls, weights: torch.Tensor, h: torch.Tensor | None) -> _Kept:
+    def of(cls, weights: torch.Tensor, h: torch.Tensor | None) -> Kept:
         return cls(weights.dtype, 0 if h is None else h.shape[1])
 
     def check(
@@ -108,10 +108,10 @@ class _Kept(NamedTuple):
 
 
 class FrozenWeights(NamedTuple):
-    """A layer's tensors if gate_up or down, or both, are quantised."""
+    """A layer's tensors if gate_up or down, or both, are quantised; in a backward in fp8 both are transposed."""
 
-    gate_up: torch.Tensor | ExpertWeights
-    down: torch.Tensor | ExpertWeights
+    gate_up: torch.Tensor | ExpertWeights | TransposedWeights
+    down: torch.Tensor | ExpertWeights | TransposedWeights
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
 
@@ -232,7 +232,7 @@ class MoeLayer(torch.autograd.Function):
             weights,
             h if inner or needs_down or needs_weights else None,
         )
-        ctx.layer, ctx.plan, ctx.kept = layer, plan, _Kept.of(weights, h)
+        ctx.layer, ctx.plan, ctx.kept = layer, plan, Kept.of(weights, h)
         ctx.routing = routing  # new tensors of this call: no hook gets them, so nothing has to be checked
         return out
 
@@ -284,7 +284,7 @@ class AdaptedLayer(torch.autograd.Function):
         ctx.frozen = [Frozen.of(w) if isinstance(w, ExpertWeights) else None for w in both]
         tensors = [w if isinstance(w, torch.Tensor) else None for w in both]
         ctx.save_for_backward(x, *tensors, down_bias, weights, *kept, *low)
-        ctx.layer, ctx.scales, ctx.plan, ctx.kept = layer, scales, plan, _Kept.of(weights, kept[0])
+        ctx.layer, ctx.scales, ctx.plan, ctx.kept = layer, scales, plan, Kept.of(weights, kept[0])
         ctx.routing = routing
         return out
 
@@ -377,6 +377,7 @@ def with_adapters(
     k, layout, act, bucket = layer
     index, m_sizes, bounds, experts, places = routing
     E, M = m_sizes.shape[0], index.shape[0]
+    fp8 = isinstance(parameters.down, TransposedWeights)
     inner = needs_x or needs_up or needs_up_bias or narrow.x is not None
     dout = dout.contiguous()
     row_weights = slot_weights(weights, dout, executor)
@@ -389,8 +390,9 @@ def with_adapters(
         whole = inner or needs_weights
         v = None if second is None else low_rank.narrowed_gradient(second, dy, m_sizes, executor, bucket)
         if whole:
-            of_dy = Rows(Op.DX, dy, parameters.down, m_sizes, layout, M, expected=bucket)
-            da = low_rank.product(of_dy, second, v, executor)
+            da = low_rank.product(
+                Rows.of_dx(dy, parameters.down, m_sizes, layout, M, expected=bucket), second, v, executor
+            )
         else:
             da = executor.call(partial(_zeros, act=act), h)
         dB = None
@@ -416,7 +418,7 @@ def with_adapters(
         if dB is not None and v is not None and a is not None:
             of_second = LowRankGradients(weight(v, a, m_sizes, bucket=bucket, executor=executor), dB)
     if a is not None and needs_down:
-        ddown = weight(dy, a, m_sizes, layout=layout, bucket=bucket, executor=executor)
+        ddown = weight(dy, a, m_sizes, layout=layout, bucket=bucket, executor=executor, fp8=fp8)
     if needs_down_bias:
         scale = executor.call(partial(_scales, dtype=dy.dtype), weights, index)
         ddown_bias = executor.call(
@@ -431,8 +433,9 @@ def with_adapters(
     if dh is not None:
         v = None if first is None else low_rank.narrowed_gradient(first, dh, m_sizes, executor, bucket)
         if needs_x:
-            of_dh = Rows(Op.DX, dh, parameters.gate_up, m_sizes, layout, M, expected=bucket)
-            dx = low_rank.product(of_dh, first, v, executor)
+            dx = low_rank.product(
+                Rows.of_dx(dh, parameters.gate_up, m_sizes, layout, M, expected=bucket), first, v, executor
+            )
             dx = tokens.combine(dx, places, k, executor=executor)
         if x is not None and (needs_up or narrow.x is not None):
             sorted_x = tokens.gather(x, index, k, bounds, executor)
@@ -443,7 +446,7 @@ def with_adapters(
                 )
                 of_first = LowRankGradients(dA, dB)
             if needs_up:
-                dup = weight(dh, sorted_x, m_sizes, layout=layout, bucket=bucket, executor=executor)
+                dup = weight(dh, sorted_x, m_sizes, layout=layout, bucket=bucket, executor=executor, fp8=fp8)
             del sorted_x
         if needs_up_bias:
             dup_bias = executor.call(

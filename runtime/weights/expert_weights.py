@@ -71,9 +71,15 @@ class ExpertWeights:
         The scales that kernels read where they read none of ``scale``'s dtype or layout, made of it; None before they
         are needed.
 
+    always_quantises
+        True if every product on ``cuda`` is to quantise x, also where a kernel with bf16 x is faster: in training in
+        fp8, whose forward and dX have one equation whatever the number of rows.
+
     Kernels for prepared codes read ``kernel_scale``, portable ones ``plain_scale``: ``scale`` or ``derived``. Both
     multiply their sums by ``outer_scale``.
     """
+
+    always_quantises = False
 
     def __init__(
         self,

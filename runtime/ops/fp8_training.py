@@ -1,0 +1,169 @@
+"""Products and layers in fp8 with gradients: forward and dX of quantised rows and weights.
+
+With q(t) the numbers of t's e4m3 codes times their scales, in groups of 128 of the reduction (x, dy) and blocks of
+128 x 128 (w):
+
+    y[i] = q(x[from(i)]) @ q(w[e]).T        dx[i] = q(dy[i]) @ q(w[e])        dw[e] = sum of outer(dy[i], x[from(i)])
+
+Sums are fp32. w is bfloat16 or float32, and dw of its dtype. All else is as in ``autograd.py`` and ``layer.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...artifacts.records import Layout
+from ..check.call import Call, Form, Fusions, TransposedWeights
+from ..check.saved import Saved
+from ..check.tensors import in_memory
+from ..driver.device import without_autocast
+from ..weights.expert_weights import ExpertWeights
+from . import autograd, layer, low_rank
+from .autograd import differentiated_once, note_mode, wanted
+from .fp8_weights import Fp8Weights, of_dx
+from .layer import FrozenWeights, Layer
+from .routing import Routing
+
+
+class Fp8Gemm(torch.autograd.Function):
+    """y, and the gradients of x, w, topk_weights and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        m_sizes: torch.Tensor,
+        weights: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        index: torch.Tensor | None,
+        form: Form,
+        sizes: tuple[int, int, int],
+        fp8: Fp8Weights,
+    ) -> torch.Tensor:
+        """The product; what a gradient needs is saved."""
+        note_mode(ctx)
+        needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
+        inner = needs_x or needs_weights
+        keeps_w = inner and fp8.of_dx is None
+        ctx.save_for_backward(
+            x if needs_w or needs_weights else None, w if keeps_w else None, m_sizes, weights, bias, index
+        )
+        kind = None if weights is None else weights.dtype
+        ctx.call = form, sizes, fp8.of_dx if inner else None, w.shape, w.dtype, kind
+        return product(Call(form, fp8.of_forward, m_sizes, Fusions(index, weights, bias), *sizes), x)
+
+    @staticmethod
+    @differentiated_once
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients that are needed, None for the others."""
+        x, w, m_sizes, weights, bias, index = ctx.saved_tensors
+        form, sizes, of_weights, w_shape, w_dtype, kind = ctx.call
+        m_sizes = autograd.counts_as_saved(dy, None, w_shape, m_sizes, weights, kind)
+        dy = in_memory("dy", dy)
+        with without_autocast(dy.device.type):
+            if w is not None:
+                w = Saved("grouped_gemm", w_dtype, dy.device).weights("w", w, w_shape)
+            call = Call(
+                form, _transposed(w, of_weights, form.layout, w_shape), m_sizes, Fusions(index, weights, bias), *sizes
+            )
+            dx, dw, dweights, dbias = autograd.backward(call, dy, x, wanted(ctx.needs_input_grad, form))
+        return dx, _as(dw, w_dtype), None, dweights, dbias, None, None, None, None
+
+
+def product(call: Call, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """y of a call whose w is quantised, without a gradient."""
+    return low_rank.forward(call._replace(form=call.form._replace(layout=Layout.NK)), x.contiguous(), out)
+
+
+class Fp8Layer(torch.autograd.Function):
+    """out [T, H], and the gradients of x, the weights, the biases and the routing weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        weights: torch.Tensor,
+        routing: Routing,
+        how: Layer,
+        fp8: tuple[Fp8Weights, Fp8Weights],
+    ) -> torch.Tensor:
+        """The layer; what a gradient needs is saved."""
+        note_mode(ctx)
+        out, h = layer_forward(how, x, fp8, (gate_up_bias, down_bias), routing, weights, keeps_h=True)
+        needs_x, needs_up, needs_down, needs_up_bias, _, needs_weights = ctx.needs_input_grad[:6]
+        inner = needs_x or needs_up or needs_up_bias  # dh is needed
+        needed = needs_x, inner or needs_weights
+        products = tuple(zip((gate_up, down), fp8, needed, strict=True))
+        ctx.of_dx = [pair.of_dx if there else None for _, pair, there in products]
+        ctx.save_for_backward(
+            x if needs_up else None,
+            *(w if there and pair.of_dx is None else None for w, pair, there in products),
+            down_bias,
+            weights,
+            h if inner or needs_down or needs_weights else None,
+        )
+        ctx.how, ctx.routing, ctx.kept = how, routing, layer.Kept.of(weights, h)
+        ctx.kinds = (gate_up.shape, gate_up.dtype), (down.shape, down.dtype)
+        return out
+
+    @staticmethod
+    @differentiated_once
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients that are needed, None for the others."""
+        x, gate_up, down, down_bias, weights, h = ctx.saved_tensors
+        ctx.kept.check(dout, weights, h)
+        dout = in_memory("dout", dout, "moe_mlp")
+        with without_autocast(dout.device.type):
+            transposed = []
+            names = ("gate_up_weight", "down_weight")
+            for name, w, kept, (shape, dtype) in zip(names, (gate_up, down), ctx.of_dx, ctx.kinds, strict=True):
+                if w is not None:
+                    w = Saved("moe_mlp", dtype, dout.device).weights(name, w, shape)
+                transposed.append(_transposed(w, kept, ctx.how.layout, shape))
+            parameters, needs = FrozenWeights(*transposed, None, down_bias), ctx.needs_input_grad[:6]
+            dx, dup, ddown, *rest = layer.gradients(ctx.how, dout, x, parameters, weights, h, ctx.routing, needs)
+        dup, ddown = _as(dup, ctx.kinds[0][1]), _as(ddown, ctx.kinds[1][1])
+        return dx, dup, ddown, *rest, None, None, None
+
+
+def layer_forward(
+    how: Layer,
+    x: torch.Tensor,
+    fp8: tuple[Fp8Weights, Fp8Weights],
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    routing: Routing,
+    weights: torch.Tensor,
+    *,
+    keeps_h: bool,
+    into: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """out [T, H] and, with ``keeps_h``, h."""
+    parameters = FrozenWeights(fp8[0].of_forward, fp8[1].of_forward, *biases)
+    nk = how._replace(layout=Layout.NK)
+    return layer.forward(nk, x.contiguous(), parameters, routing, weights, keeps_h=keeps_h, into=into)[:2]
+
+
+def _transposed(
+    w: torch.Tensor | None, kept: ExpertWeights | None, layout: Layout, shape: torch.Size
+) -> TransposedWeights:
+    """The weights of a backward: kept ones, or w, quantised for the time of its product."""
+
+    def weights() -> ExpertWeights:
+        if kept is not None:
+            return kept
+        if w is None:
+            raise AssertionError("no dx is needed")
+        return of_dx(w, layout)
+
+    return TransposedWeights(weights, shape)
+
+
+def _as(dw: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if dw is None else dw.to(dtype)
