@@ -41,6 +41,7 @@ BENCHMARKS = (
     Benchmark("speed", "kernels", "shipped grouped GEMMs against torch, a dense GEMM, other libraries", GPU),
     Benchmark("speed", "guard", "is any of 60 cells slower than recorded, in two minutes; fails if so", GPU),
     Benchmark("speed", "layer", "a whole MoE layer against the same layer in torch", GPU),
+    Benchmark("speed", "fp8_training", "a layer's step in fp8 against bf16, and its memory", f"{GPU} of 9.0"),
     Benchmark("speed", "expert_parallel", "one rank of ep=8, with a hint of its rows and without", GPU),
     Benchmark("speed", "by_torch", "tuned calls against torch's where K is slow; fails if one is slower", GPU),
     Benchmark("speed", "lora", "a layer with LoRA, forward and backward, against torch", GPU),

@@ -14,7 +14,7 @@ from pretuned.artifacts import errors
 PUBLIC = sorted({*pretuned.__all__, *pretuned.runtime.__all__} - {"__version__"})
 FUNCTIONS = [name for name in PUBLIC if inspect.isfunction(getattr(pretuned.runtime, name))]
 CLASSES = [name for name in PUBLIC if inspect.isclass(getattr(pretuned.runtime, name))]
-RAISE_NOTHING = {"register_compiler", "register_tuner", "reload"}
+RAISE_NOTHING = {"register_compiler", "register_tuner", "reload", "reuse_fp8_weights"}
 
 
 def sections(text: str) -> dict[str, list[str]]:

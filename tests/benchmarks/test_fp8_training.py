@@ -1,0 +1,49 @@
+"""benchmarks/speed/fp8_training.py: its checks hold without a GPU, and notice what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.speed import fp8_training
+from benchmarks.speed.fp8_training import MAX_LAYER, MAX_PRODUCT, check_products, measure_layer, measure_products
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_training, "DEVICE", "cpu")
+
+    def timed(calls: list[Callable[[], object]], rounds: int) -> list[float]:
+        for call in calls:
+            call()
+        return [float(rounds)] * len(calls)
+
+    monkeypatch.setattr(fp8_training, "eager_us", timed)
+    monkeypatch.setattr(fp8_training, "most_mb", lambda step: float(len(step())))
+
+
+def test_products_are_those_of_quantised_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = check_products(1)
+    assert all(found[name] < MAX_PRODUCT for name in ("y", "dx", "dw"))
+    monkeypatch.setattr(fp8_training, "quantised", lambda t, rows: t.detach().float())
+    assert check_products(1)["y"] > 10 * MAX_PRODUCT
+
+
+def test_a_layer_is_compared_with_bf16() -> None:
+    cell = measure_layer("small", 4, 256, 128, 2, 64, 3)
+    assert cell["same_bits"]
+    assert cell["gain"] == cell["gain_kept"] == 1
+    assert set(cell["apart"]) == {"out", "dhidden", "dgate_up", "ddown", "dweights"}
+    assert all(0 < error < MAX_LAYER for error in cell["apart"].values())
+
+
+def test_products_apart() -> None:
+    def theirs(*operands: torch.Tensor) -> dict[str, Any]:
+        return {"peer_dw": lambda: operands[0].no_such_thing}  # type: ignore[attr-defined]
+
+    row = measure_products("small", 4, 256, 128, 2, 64, theirs)
+    assert row["up_forward8_us"] == row["down_quantise_both_us"] == 9
+    assert "no_such_thing" in row["up_peer_dw_failed"]
