@@ -15,6 +15,7 @@ and quantised beforehand.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import sys
@@ -51,7 +52,8 @@ def quantised(t: torch.Tensor, rows: int) -> torch.Tensor:
     """t [..., M, C] with a scale for each ``rows`` x 128, float32: as ``ExpertWeights`` and its products do."""
     *outer, M, C = t.shape
     blocks = t.detach().float().view(*outer, M // rows, rows, C // 128, 128)
-    scale = blocks.abs().amax((-3, -1), keepdim=True) / 448
+    most = blocks.abs().amax((-3, -1), keepdim=True)
+    scale = most / most.new_full((), 448)  # (On a GPU torch divides by a Python number as a product with its inverse.)
     scale = torch.where(scale > 0, scale, 1)
     scaled = blocks / scale if rows == 1 else blocks * scale.reciprocal()
     return (scaled.to(torch.float8_e4m3fn).float() * scale).view(t.shape)
@@ -144,7 +146,9 @@ def measure_layer(name: str, E: int, H: int, width: int, k: int, T: int, rounds:
     cell["bf16_mb"], cell["fp8_mb"] = most_mb(plain), most_mb(fp8)
     cell["bf16_us"], cell["fp8_us"] = eager_us([plain, fp8], rounds)
     with reuse_fp8_weights():
+        before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
         cell["fp8_kept_mb"] = most_mb(fp8)
+        cell["kept_mb"] = ((torch.cuda.memory_allocated() if DEVICE == "cuda" else 0) - before) / 1e6
         cell["bf16_again_us"], cell["fp8_kept_us"] = eager_us([plain, fp8], rounds)
     hidden, gate_up, down, weights = leaves
     with torch.no_grad():
@@ -158,18 +162,21 @@ def measure_layer(name: str, E: int, H: int, width: int, k: int, T: int, rounds:
 
 
 def profile(name: str, E: int, H: int, width: int, k: int, T: int) -> list[tuple[str, float, int]]:
-    """Microseconds and launches of each kernel of a step in fp8 whose weights are kept, and in bf16."""
+    """Microseconds and launches of each kernel of a step: in bf16, in fp8, in fp8 with weights that are kept."""
     leaves, ids, dout = tensors_of(E, H, width, k, T)
     lines = []
-    for what, more in (("bf16", {}), ("fp8", {"precision": "fp8"})):
-        step = step_of(leaves, ids, dout, **more)
-        step()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    plain, fp8 = step_of(leaves, ids, dout), step_of(leaves, ids, dout, precision="fp8")
+    for what, step in (("bf16", plain), ("fp8", fp8), ("fp8 kept", fp8)):
+        with reuse_fp8_weights() if what == "fp8 kept" else contextlib.nullcontext():
             step()
-            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+                begun = time.perf_counter()
+                step()
+                host_us = 1e6 * (time.perf_counter() - begun)
+                torch.cuda.synchronize()
         rows = [(row.key, row.self_device_time_total, row.count) for row in profiler.key_averages()]
         rows = sorted((row for row in rows if row[1] > 0), key=lambda row: -row[1])[:16]
-        print(f"{name} T={T} {what}: {sum(us for _, us, _ in rows):,.0f} us in", flush=True)
+        print(f"{name} T={T} {what}: host {host_us:,.0f} us, {sum(us for _, us, _ in rows):,.0f} us in", flush=True)
         for key, us, count in rows:
             print(f"  {us:10,.0f} us {count:4} x {key[:110]}", flush=True)
         lines += [(f"{what}: {key}", us, count) for key, us, count in rows]

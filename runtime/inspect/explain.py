@@ -58,7 +58,7 @@ from ..dispatch.plans import Planned
 from ..dispatch.snapshot import Rejected, Snapshot, Usable, View
 from ..driver.device import current_device, local_gpu
 from .explanation import Explanation
-from .query import as_read, assumed_top_k, but_for_y, check_numbers, of_numbers, of_tensors, suits
+from .query import as_read, assumed_top_k, but_for_y, check_numbers, in_fp8, of_numbers, of_tensors, suits
 
 if TYPE_CHECKING:
     import torch
@@ -245,24 +245,37 @@ def _always_or_never(
     return Ruled(coded.chosen, "in the batch-invariant mode x is quantised at any number of rows (quantize_x=True)")
 
 
-def of_codes(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, top_k: int, aligned: bool) -> Ruled:
-    """The kernel for x that arrives as codes, as ``plans.of_codes`` decides; or why there is none."""
+def of_codes(
+    snapshot: Snapshot,
+    problem: Problem,
+    M: int,
+    local: LocalGpu,
+    *,
+    top_k: int,
+    aligned: bool,
+    op: RowOp | None = RowOp.ORDER_CODES,
+) -> Ruled:
+    """The kernel for x that arrives as codes, as ``plans.of_codes`` decides; or why there is none.
+
+    With ``op`` None it is for bf16 x that is quantised in any case.
+    """
+    what = "x arrives as codes" if op is not None else "precision='fp8' quantises x at any number of rows"
     *_, other = dtypes_of(problem.dtype.value)
     if problem.layout is not Layout.NK or not problem.dtype.quantises_x:
         return Ruled(None, "w is in the checkpoint's layout: prepare it")
     if not aligned:
         return Ruled(None, "x, y or w, or a row of them, does not begin at a multiple of 16 bytes")
-    lacking = plans.lacks_for_codes(snapshot, problem, local, RowOp.ORDER_CODES)
-    planned = plans.of_codes(snapshot, problem, other, M, local, top_k=top_k)
+    lacking = plans.lacks_for_codes(snapshot, problem, local, op)
+    planned = plans.of_codes(snapshot, problem, other, M, local, top_k=top_k, op=op)
     if planned is None:
         return Ruled(None, (lacking or "no bundle has this GEMM").removeprefix("x stays bf16: "))
     ruled = quantised_x(snapshot, problem, other, M, local, top_k=top_k, aligned=True)
     if ruled.chosen is not None:
-        return ruled._replace(reason=f"x arrives as codes, by the variant of a call that quantises it: {ruled.reason}")
+        return ruled._replace(reason=f"{what}, by the variant of a call that quantises it: {ruled.reason}")
     coded = settle(snapshot, problem, bucket_of(M), local, True, False)
     if not isinstance(coded, Decision):
         raise AssertionError(f"{problem}: a variant without a decision")
-    return Ruled(coded.chosen, f"x arrives as codes: {coded.reason}")
+    return Ruled(coded.chosen, f"{what}: {coded.reason}")
 
 
 def _cell(snapshot: Snapshot, ran: Candidate, problem: Problem) -> rule.Cell:
@@ -329,6 +342,7 @@ def explain(
     top_k: int | None = None,
     rank: int | None = None,
     expected_rows: int | None = None,
+    precision: str | None = None,
 ) -> Explanation:
     """Explain what ``grouped_gemm`` would run, without running it.
 
@@ -360,6 +374,8 @@ def explain(
         Of a call with ``lora``: the columns of A and B. ``low_rank`` then says which way that part takes.
     expected_rows
         The call's hint, 0 to M: the answer is for so many rows, and ``without_hint`` says what runs without it.
+    precision
+        "fp8" explains the forward of a call with this precision. Its dX is the forward with N and K exchanged.
 
     Returns
     -------
@@ -389,6 +405,9 @@ def explain(
     else:
         problem = of_numbers(E, N, K, dtype, weights, w_layout)
         natural = suits(problem)
+    if precision is not None:
+        problem = in_fp8(problem, precision)
+        natural = suits(problem)
     check_numbers(M=M)
     if rank is not None:
         problem = with_rank(problem, rank)
@@ -402,6 +421,7 @@ def explain(
 
         expected_bucket("explain", expected_rows, rows, "M")
     how: dict[str, Any] = {"aligned": aligned, "wide_rows": wide, "top_k": top_k, "coded": coded, "padded": padded}
+    how["always"] = precision is not None
     answer = explain_on(problem, rows, local, **how, expected_rows=expected_rows)
     if expected_rows is not None:
         other = explain_on(problem, rows, local, **how)
@@ -420,17 +440,18 @@ def explain_on(
     expected_rows: int | None = None,
     coded: bool = False,
     padded: bool = False,
+    always: bool = False,
 ) -> Explanation:
     """Explain a call on a GPU that need not be here.
 
     ``wide_rows``: the rows of y may be filled up to be aligned. ``coded``: x arrives as codes, with
-    ``padded`` in [E, M_max, K].
+    ``padded`` in [E, M_max, K]. ``always``: x is quantised at any number of rows.
     """
     self_tests.recall(local)
     strict, likely = settings.settings().strict, M if expected_rows is None else expected_rows
     answer = (
-        _of_codes(problem, likely, local, aligned, top_k or 0, padded)
-        if coded
+        _of_codes(problem, likely, local, aligned, top_k or 0, padded=padded, coded=coded)
+        if coded or always
         else examine(bundles.snapshot(), problem, likely, local, aligned=aligned, strict=strict, top_k=top_k, rows=M)
     )
     answer = replace(answer, M=M, expected_rows=expected_rows)
@@ -633,9 +654,12 @@ def _with_x_quantised(
 
 
 def _of_codes(
-    problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: int, padded: bool = False
+    problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: int, *, padded: bool, coded: bool
 ) -> Explanation:
-    """Explain a product whose x arrives as codes: a row kernel orders and gathers them, or they are read in place."""
+    """Explain a product of codes of x, which a row kernel orders and gathers, or which are read in place.
+
+    Unless x is ``coded``, a row kernel makes them.
+    """
     snapshot = bundles.snapshot()
     if padded and aligned and reads_in_place(problem):
         starts = problem._replace(fusion=Fusion.STARTS, top_k=0)
@@ -644,10 +668,11 @@ def _of_codes(
             why = "x arrives as codes, which are read in place: by the cost model faster than ordering them first"
             view = snapshot.view(local, installed=True)
             return Explanation(starts, M, aligned, local, why, (candidate,), view.skipped, coded=True)
-    ruled = of_codes(snapshot, problem, M, local, top_k=top_k, aligned=aligned)
+    op = RowOp.ORDER_CODES if coded else None
+    ruled = of_codes(snapshot, problem, M, local, top_k=top_k, aligned=aligned, op=op)
     view, candidates = snapshot.view(local, installed=True), () if ruled.chosen is None else (ruled.chosen,)
-    raises = None if candidates else f"InputError: no kernel here reads x as codes: {ruled.reason}"
-    how: dict[str, Any] = {"raises": raises, "quantised_first": bool(candidates), "coded": True}
+    raises = None if candidates or not coded else f"InputError: no kernel here reads x as codes: {ruled.reason}"
+    how: dict[str, Any] = {"raises": raises, "quantised_first": bool(candidates), "coded": coded}
     return Explanation(problem, M, aligned, local, ruled.reason, candidates, view.skipped, **how)
 
 

@@ -11,6 +11,7 @@ from ...artifacts.limits import MAX_DIM
 from ...artifacts.records import PRECISIONS, DType, Fusion, Layout, Op, Problem, dtypes_of
 from ...kernels.entry import ALIGNMENT_BYTES, has_aligned_rows
 from ...kernels.hopper_w4a16 import can_be_prepared
+from ...kernels.hopper_w8a8_block import GROUP
 from ...kernels.spec import code_of
 
 if TYPE_CHECKING:
@@ -78,6 +79,19 @@ def of_numbers(
         raise InputError(
             f"explain: {error}, wanted a dtype of {dtypes} (or torch's of the first three) and a w_layout of {layouts}"
         ) from None
+
+
+def in_fp8(problem: Problem, precision: object) -> Problem:
+    """The forward's problem of a call with ``precision="fp8"``; InputError for another precision, or quantised w."""
+    if precision != "fp8":
+        raise InputError(f"explain: precision is {precision!r}, wanted 'fp8', or None for the precision of x and w")
+    if problem.dtype.quantised:
+        raise InputError("explain: precision='fp8' with quantised weights. Leave one of them out")
+    whole = {"N": problem.N, "K": problem.K}
+    for name, size in whole.items():
+        if size % GROUP:
+            raise InputError(f"explain: {name}={size} with precision='fp8', wanted a multiple of {GROUP}")
+    return problem._replace(dtype=DType.FP8_BLOCK, layout=Layout.NK)
 
 
 def of_tensors(

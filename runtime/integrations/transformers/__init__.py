@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ...artifacts.errors import InputError, PretunedError
-from ...artifacts.records import Layout, Op, Problem
+from ...artifacts.records import DType, Layout, Op, Problem
 from ...runtime.api.grouped_gemm import grouped_gemm
 from ...runtime.api.moe import moe_mlp
 from ...runtime.api.routing import sort_routing
@@ -54,12 +54,13 @@ _Adapters: TypeAlias = tuple[Lora | None, Lora | None]
 
 _transformed = torch._C._are_functorch_transforms_active
 _COMPUTED = (*DTYPES, torch.float64)
+_training: str | None = None  # register's
 
 _log = logging.getLogger(__name__)
 
 
-def register() -> None:
-    """Make ``experts_implementation="pretuned"`` known to transformers. A second call does nothing.
+def register(training: str | None = None) -> None:
+    """Make ``experts_implementation="pretuned"`` known to transformers. A second call changes ``training`` alone.
 
     Experts of models made from now on are prepared when they come to a GPU (``prepare``), by
     ``from_pretrained(device_map=...)`` or ``model.to``, not in the first step. Experts of compressed-tensors'
@@ -67,13 +68,25 @@ def register() -> None:
     reason is logged once; ``PRETUNED_STRICT=1`` makes that an error. One line a model at level INFO has the
     layers that pretuned runs (``usage.py``).
 
+    Parameters
+    ----------
+    training
+        "fp8" runs experts whose weights require a gradient in fp8, in evaluation, too: ``precision`` of ``moe_mlp``.
+        Those with adapters, or that fp8 does not take, keep their precision; the reason is logged once. None: all do.
+
     Raises
     ------
+    InputError
+        for another ``training``.
     ImportError
         for a transformers without an interface for experts: before 5.8.
     """
+    global _training
+    if training not in (None, "fp8"):
+        raise InputError(f"register: training is {training!r}, wanted 'fp8', or None for the weights' precision")
     from transformers.integrations.moe import ExpertsInterface
 
+    _training = training
     ExpertsInterface.register(NAME, experts_or_own)
     with contextlib.suppress(ImportError):  # before 5.23
         from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
@@ -162,6 +175,8 @@ def _problems(experts: Any, names: tuple[str, str], codes: list[ExpertWeights | 
         if w.dtype not in DTYPES or type(w) not in PLAIN:
             continue
         E, N, K = w.shape if layout is Layout.NK else (w.shape[0], w.shape[2], w.shape[1])
+        if _training == "fp8" and w.requires_grad and not (N % 128 or K % 128):
+            problems |= {Problem(Op.FORWARD, DType.FP8_BLOCK, E, *sizes) for sizes in ((N, K), (K, N))}
         problems.add(Problem(Op.FORWARD, DTYPES[w.dtype], E, N, K, layout))
         if w.requires_grad:
             problems.add(Problem(Op.DX, DTYPES[w.dtype], E, N, K, layout))
@@ -240,20 +255,25 @@ def experts_forward(
     hidden = hidden_states.to(first)
     act = None if compiling or sliced or normed or first is not second else recognise(self, gated)
     if act is not None:
-        out = moe_mlp(
-            hidden,
-            w1,
-            w2,
-            top_k_index,
-            top_k_weights,
-            act.function,
-            gated=gated,
-            interleaved=act.interleaved,
-            gate_up_bias=b1,
-            down_bias=b2,
-            w_layout="kn" if self.is_transposed else "nk",
-            lora=lora,
-            expected_rows=_expected(self, top_k_index),
+        out = _in_training(
+            self,
+            (w1, w2, *lora),
+            functools.partial(
+                moe_mlp,
+                hidden,
+                w1,
+                w2,
+                top_k_index,
+                top_k_weights,
+                act.function,
+                gated=gated,
+                interleaved=act.interleaved,
+                gate_up_bias=b1,
+                down_bias=b2,
+                w_layout="kn" if self.is_transposed else "nk",
+                expected_rows=_expected(self, top_k_index),
+            ),
+            lora,
         )
         return out.to(hidden_states.dtype)
     (T, k), E = top_k_index.shape, w1.shape[0]
@@ -268,6 +288,22 @@ def experts_forward(
         y = self.post_expert_norm(y).masked_fill(outside.reshape(-1, 1), 0)
     weights = top_k_weights.masked_fill(outside, 0)[..., None].to(wide)
     return (y.view(T, k, -1).to(wide) * weights).sum(1).to(hidden_states.dtype)
+
+
+def _in_training(experts: Any, weights: tuple[Any, ...], call: Any, lora: Any) -> torch.Tensor:
+    """A call in the precision of ``register(training=...)`` if all weights learn and have no adapters.
+
+    ``weights`` are the call's weights and adapters.
+    """
+    learns = _training is not None and not torch.compiler.is_compiling()
+    if learns and all(w is None or (isinstance(w, torch.Tensor) and w.requires_grad) for w in weights):
+        try:
+            return call(precision=_training)  # type: ignore[no-any-return]
+        except InputError as error:
+            if settings().strict:
+                raise
+            _tell(f"{type(experts).__name__} is not trained in {_training}: {error}")
+    return call(lora=lora)  # type: ignore[no-any-return]
 
 
 def _between(experts: Any, h: torch.Tensor, gated: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -292,7 +328,8 @@ def _grouped(
     rows, m_sizes, expected = routing.gather_indices, routing.m_sizes, _expected(experts, ids)
     # Zeros in rows of no expert: nothing reads them, but a gradient of the module's own code may not make them NaN.
     zeroes = torch.is_grad_enabled()
-    h = grouped_gemm(
+    first = functools.partial(
+        grouped_gemm,
         hidden,
         w1,
         m_sizes,
@@ -302,11 +339,12 @@ def _grouped(
         w_layout=layout,
         bias=b1,
         zero_tail=zeroes,
-        lora=lora[0],
         expected_rows=expected,
     )
+    h = _in_training(experts, (w1, lora[0]), first, lora[0])
     a = _between(experts, h, gated, dtype)
-    return grouped_gemm(
+    second = functools.partial(
+        grouped_gemm,
         a,
         w2,
         m_sizes,
@@ -316,9 +354,9 @@ def _grouped(
         is_first_gemm=False,
         w_layout=layout,
         bias=b2,
-        lora=lora[1],
         expected_rows=expected,
     )
+    return _in_training(experts, (w2, lora[1]), second, lora[1])
 
 
 def _expected(experts: Any, ids: torch.Tensor) -> int | None:
