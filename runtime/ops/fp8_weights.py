@@ -10,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...artifacts.records import Layout
 from ...artifacts.tuples import NamedTuple
-from ..locks import lock
+from ..settings import lock
 from ..weights.expert_weights import ExpertWeights, version_of
 from .fp8_codes import quantise_weights
 
