@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from ...artifacts.errors import InputError
+from ...artifacts.records import DType, Layout, Op
+from ...kernels.registry import has_code
 from ..check import tensors
 from ..check.call import Form, casts, check
 from ..driver.device import local_gpu, without_autocast
@@ -19,7 +21,6 @@ from ..ops.layer import Layer, Weights
 from ..ops.routing import Routing
 from ..weights.expert_weights import ExpertWeights
 
-_SM = 90  # the capability with kernels
 _OF_WEIGHTS = (torch.bfloat16, torch.float32)
 
 
@@ -69,10 +70,9 @@ def checked_weights(
     for name, w in weights.items():
         if w.dtype not in _OF_WEIGHTS:
             tensors.bad(name, f"{w.dtype}, with precision='fp8'", "torch.bfloat16 or torch.float32", call)
-    if tensors.on_gpu(x) and (sm := local_gpu(x.get_device()).sm) != _SM:
-        raise InputError(
-            f"{call}: precision='fp8' on capability {sm // 10}.{sm % 10}: only 9.0 has the kernels. Leave precision out"
-        )
+    local = local_gpu(x.get_device()) if tensors.on_gpu(x) else None
+    if local is not None and not has_code(Op.FORWARD, DType.FP8_BLOCK, local.sm, Layout.NK):
+        raise InputError(f"{call}: precision='fp8' on {local}, for which there are no kernels. Leave precision out")
     return list(rows.values()), [_outline(w, x.dtype) for w in weights.values()]
 
 
@@ -146,10 +146,11 @@ def layer(
     into: torch.Tensor | None,
 ) -> torch.Tensor:
     """The result [T, H] of a checked layer, whose weights are the caller's own."""
-    gate_up, down, *biases = parameters
+    gate_up, down, *_ = parameters
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, topk_weights, *parameters))
     with without_autocast(x.device.type):
-        fp8 = tuple(fp8_weights.of_forward(w, w, how.layout, learns=learns) for w in (gate_up, down))
+        first, second = (fp8_weights.of_forward(w, w, how.layout, learns=learns) for w in (gate_up, down))
+        fp8, biases = (first, second), (parameters.gate_up_bias, parameters.down_bias)
         if learns:
             out: torch.Tensor = fp8_training.Fp8Layer.apply(x, *parameters, topk_weights, routing, how, fp8)  # type: ignore[no-untyped-call]
             return out

@@ -368,8 +368,10 @@ def _by_itself(
     if precision is None:
         from .padded import padded_gemm  # here, as few calls have padded rows
 
-        names = ("topk", "gather_indices", "permute_x", "permute_y", "topk_weights", "fuse_mul_post")
-        names += ("kernel_config_fwd", "kernel_config_bwd_dX", "kernel_config_bwd_dW", "autotune")
+        names = [
+            *("topk", "gather_indices", "permute_x", "permute_y", "topk_weights", "fuse_mul_post"),
+            *("kernel_config_fwd", "kernel_config_bwd_dX", "kernel_config_bwd_dW", "autotune"),
+        ]
         both = form | fused
         rest = {name: both[name] for name in ("w_layout", "bias", "out", "zero_tail", "lora", "expected_rows")}
         rest |= {"only_dx": both["dX_only"], "only_dw": both["dW_only"]}

@@ -73,7 +73,8 @@ def run(
                 "moe_mlp: hidden is QuantizedRows with precision='fp8': pass bfloat16 rows, or no precision"
             )
         hidden = hidden.stand_in()
-    asked, own = hidden, (gate_up_weight, down_weight)
+    asked: torch.Tensor = hidden
+    own = gate_up_weight, down_weight
     if precision is not None:
         from . import fp8  # here, as few calls have a precision
 
@@ -82,11 +83,13 @@ def run(
         (hidden, gate_up_bias, down_bias), (gate_up_weight, down_weight) = fp8.checked_weights(
             "moe_mlp",
             precision,
-            {"hidden": hidden, "gate_up_bias": gate_up_bias, "down_bias": down_bias},
+            {"hidden": asked, "gate_up_bias": gate_up_bias, "down_bias": down_bias},
             {"gate_up_weight": gate_up_weight, "down_weight": down_weight},
             (topk_ids, topk_weights, gate_up_bias, down_bias),
             {"lora": lora is not None, "weights_on='input'": weights_on == "input"},
         )
+    if not isinstance(hidden, torch.Tensor):
+        raise AssertionError("checked before")
     _check_tensors(
         {
             "hidden": hidden,
@@ -291,7 +294,8 @@ def _in_fp8(
     from . import fp8
 
     routing = sort(ids, own[0].shape[0])
-    outlines = Weights(*(x.new_empty(w.shape[-1:]).expand(w.shape) for w in own), *biases)
+    up, down = (x.new_empty(w.shape[-1:]).expand(w.shape) for w in own)
+    outlines = Weights(up, down, *biases)
     x = _checked(x, outlines, weights, how, routing, w_layout)
     wide = layer.columns(own[0], how.layout)
     fp8.check_whole("moe_mlp", H=x.shape[1], I=wide // 2 if how.act.gated else wide, **{"gate_up's columns": wide})

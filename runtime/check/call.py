@@ -286,15 +286,19 @@ def _refuse(text: str) -> NoReturn:
 
 
 class Call(NamedTuple):
-    """A checked call: ``M`` sorted rows, and the rows of x and y; w is 3-D."""
+    """A checked call: ``M`` sorted rows, and the rows of x and y; w is 3-D.
+
+    In a backward in fp8 w is an outline, and ``of_dx`` has the weights.
+    """
 
     form: Form
-    w: torch.Tensor | ExpertWeights | TransposedWeights
+    w: torch.Tensor | ExpertWeights
     m_sizes: torch.Tensor
     fusions: Fusions
     M: int
     x_rows: int
     y_rows: int
+    of_dx: TransposedWeights | None = None
 
     @property
     def x_divisor(self) -> int:
@@ -441,13 +445,9 @@ class Starts(NamedTuple):
 
 
 class TransposedWeights(NamedTuple):
-    """w of a backward in fp8: quantised as E matrices [K, N], so that dx = dy @ w is a forward of quantised dy.
-
-    ``shape`` is w's own, in its layout; ``weights`` returns the quantised ones. dW is of quantised operands, too.
-    """
+    """w of a backward in fp8: ``weights`` returns E matrices [K, N], so dx = dy @ w is a forward of quantised dy."""
 
     weights: Callable[[], ExpertWeights]
-    shape: torch.Size
 
 
 class Rows:

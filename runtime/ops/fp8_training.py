@@ -23,7 +23,7 @@ from ..weights.expert_weights import ExpertWeights
 from . import autograd, layer, low_rank
 from .autograd import differentiated_once, note_mode, wanted
 from .fp8_weights import Fp8Weights, of_dx
-from .layer import FrozenWeights, Layer
+from .layer import FrozenWeights, Layer, TransposedLayer
 from .routing import Routing
 
 
@@ -66,9 +66,8 @@ class Fp8Gemm(torch.autograd.Function):
         with without_autocast(dy.device.type):
             if w is not None:
                 w = Saved("grouped_gemm", w_dtype, dy.device).weights("w", w, w_shape)
-            call = Call(
-                form, _transposed(w, of_weights, form.layout, w_shape), m_sizes, Fusions(index, weights, bias), *sizes
-            )
+            outline, transposed = dy.new_empty(w_shape[-1:]).expand(w_shape), _transposed(w, of_weights, form.layout)
+            call = Call(form, outline, m_sizes, Fusions(index, weights, bias), *sizes)._replace(of_dx=transposed)
             dx, dw, dweights, dbias = autograd.backward(call, dy, x, wanted(ctx.needs_input_grad, form))
         return dx, _as(dw, w_dtype), None, dweights, dbias, None, None, None, None
 
@@ -126,8 +125,8 @@ class Fp8Layer(torch.autograd.Function):
             for name, w, kept, (shape, dtype) in zip(names, (gate_up, down), ctx.of_dx, ctx.kinds, strict=True):
                 if w is not None:
                     w = Saved("moe_mlp", dtype, dout.device).weights(name, w, shape)
-                transposed.append(_transposed(w, kept, ctx.how.layout, shape))
-            parameters, needs = FrozenWeights(*transposed, None, down_bias), ctx.needs_input_grad[:6]
+                transposed.append(_transposed(w, kept, ctx.how.layout))
+            parameters, needs = TransposedLayer(transposed[0], transposed[1], down_bias), ctx.needs_input_grad[:6]
             dx, dup, ddown, *rest = layer.gradients(ctx.how, dout, x, parameters, weights, h, ctx.routing, needs)
         dup, ddown = _as(dup, ctx.kinds[0][1]), _as(ddown, ctx.kinds[1][1])
         return dx, dup, ddown, *rest, None, None, None
@@ -150,9 +149,7 @@ def layer_forward(
     return layer.forward(nk, x.contiguous(), parameters, routing, weights, keeps_h=keeps_h, into=into)[:2]
 
 
-def _transposed(
-    w: torch.Tensor | None, kept: ExpertWeights | None, layout: Layout, shape: torch.Size
-) -> TransposedWeights:
+def _transposed(w: torch.Tensor | None, kept: ExpertWeights | None, layout: Layout) -> TransposedWeights:
     """The weights of a backward: kept ones, or w, quantised for the time of its product."""
 
     def weights() -> ExpertWeights:
@@ -162,7 +159,7 @@ def _transposed(
             raise AssertionError("no dx is needed")
         return of_dx(w, layout)
 
-    return TransposedWeights(weights, shape)
+    return TransposedWeights(weights)
 
 
 def _as(dw: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -73,7 +73,7 @@ def of_forward(owner: torch.Tensor, w: torch.Tensor, layout: Layout, *, learns: 
     if not _blocks:
         return Fp8Weights(_always(w, layout, transposed=False), None)
     state = (version_of(owner), owner.data_ptr(), owner.dtype, w.shape, w.stride(), layout, torch.is_inference(owner))
-    kept: _Kept | None = _kept.get(owner)
+    kept: _Kept | None = _kept.get(owner)  # type: ignore[no-untyped-call]
     if kept is not None and kept.state == state:
         return kept.weights
     if not learns:  # an evaluation's forward needs one direction, and its weights are not kept

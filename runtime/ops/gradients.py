@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from ...artifacts.tuples import NamedTuple
-from ..check.call import Call, Rows, TransposedWeights
+from ..check.call import Call, Rows
 from ..check.tensors import rows_usable
 from ..launch.program import EAGER, EagerExecutor
 from . import low_rank
@@ -121,7 +121,6 @@ def grad_w_and_bias(
     rows_dy = _scaled(call, dy.gathered, flat)
     dw = dbias = None
     if x is not None:
-        fp8 = isinstance(call.w, TransposedWeights)
         dw = weight(
             rows_dy,
             x,
@@ -130,7 +129,7 @@ def grad_w_and_bias(
             pin=form.pin_dw,
             bucket=form.bucket,
             executor=executor,
-            fp8=fp8,
+            fp8=call.of_dx is not None,
         )
     if bias:
         ones = rows_dy.new_ones((call.M, _ONES))
@@ -178,7 +177,7 @@ def _rows_of_dx(call: Call, dy: GradY, flat: torch.Tensor | None, *, moves: bool
     used = call.fusions.index if moves or divisor or flat is not None else None
     return Rows.of_dx(
         dy_rows,
-        call.w,
+        call.of_dx or call.w,
         call.m_sizes,
         form.layout,
         call.M,

@@ -108,11 +108,19 @@ class Kept(NamedTuple):
 
 
 class FrozenWeights(NamedTuple):
-    """A layer's tensors if gate_up or down, or both, are quantised; in a backward in fp8 both are transposed."""
+    """A layer's tensors if gate_up or down, or both, are quantised."""
 
-    gate_up: torch.Tensor | ExpertWeights | TransposedWeights
-    down: torch.Tensor | ExpertWeights | TransposedWeights
+    gate_up: torch.Tensor | ExpertWeights
+    down: torch.Tensor | ExpertWeights
     gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+class TransposedLayer(NamedTuple):
+    """The weights and the second bias of a backward in fp8."""
+
+    gate_up: TransposedWeights
+    down: TransposedWeights
     down_bias: torch.Tensor | None
 
 
@@ -341,7 +349,7 @@ def gradients(
     layer: Layer,
     dout: torch.Tensor,
     x: torch.Tensor | None,
-    parameters: Weights | FrozenWeights,
+    parameters: Weights | FrozenWeights | TransposedLayer,
     weights: torch.Tensor,
     h: torch.Tensor | None,
     routing: Routing,
@@ -358,7 +366,7 @@ def with_adapters(
     layer: Layer,
     dout: torch.Tensor,
     x: torch.Tensor | None,
-    parameters: Weights | FrozenWeights,
+    parameters: Weights | FrozenWeights | TransposedLayer,
     weights: torch.Tensor,
     h: torch.Tensor | None,
     routing: Routing,
@@ -377,7 +385,7 @@ def with_adapters(
     k, layout, act, bucket = layer
     index, m_sizes, bounds, experts, places = routing
     E, M = m_sizes.shape[0], index.shape[0]
-    fp8 = isinstance(parameters.down, TransposedWeights)
+    fp8 = isinstance(parameters, TransposedLayer)
     inner = needs_x or needs_up or needs_up_bias or narrow.x is not None
     dout = dout.contiguous()
     row_weights = slot_weights(weights, dout, executor)
@@ -460,13 +468,15 @@ def _as_saved(
     layer: Layer,
     dout: torch.Tensor,
     x: torch.Tensor | None,
-    parameters: Weights | FrozenWeights,
+    parameters: Weights | FrozenWeights | TransposedLayer,
     weights: torch.Tensor,
     h: torch.Tensor | None,
     routing: Routing,
     adapters: Adapters,
     narrow: Narrow,
-) -> tuple[torch.Tensor | None, Weights | FrozenWeights, torch.Tensor, torch.Tensor | None, Adapters, Narrow]:
+) -> tuple[
+    torch.Tensor | None, Weights | FrozenWeights | TransposedLayer, torch.Tensor, torch.Tensor | None, Adapters, Narrow
+]:
     """The tensors that the forward saved, as kernels read them; InputError where a hook made others of them."""
     saved, (T, H) = Saved.beside("moe_mlp", dout), dout.shape
     M, E, layout = routing.gather_indices.shape[0], routing.m_sizes.shape[0], layer.layout
@@ -474,13 +484,16 @@ def _as_saved(
     x = None if x is None else saved.rows("hidden", x, (T, H))
     h = None if h is None else saved.whole(_H, h, (M, -1))
     wide, I = (-1, -1) if h is None else (h.shape[1], layer.act.columns(h))  # noqa: E741
-    up, down, up_bias, down_bias = parameters
+    down_bias = parameters.down_bias
+    if down_bias is not None:
+        down_bias = saved.whole("down_bias", down_bias, (E, H))
+    if isinstance(parameters, TransposedLayer):  # of checked weights
+        return x, parameters._replace(down_bias=down_bias), weights, h, adapters, narrow
+    up, down, up_bias, _ = parameters
     if isinstance(up, torch.Tensor):
         up = saved.weights("gate_up_weight", up, _shape(E, wide, H, layout))
     if isinstance(down, torch.Tensor):
         down = saved.weights("down_weight", down, _shape(E, H, I, layout))
-    if down_bias is not None:
-        down_bias = saved.whole("down_bias", down_bias, (E, H))
     first = _adapter_as_saved(saved, "gate_up_lora", adapters.first, narrow.x, (M, E, wide, H))
     second = _adapter_as_saved(saved, "down_lora", adapters.second, narrow.a, (M, E, H, I))
     adapters, narrow = Adapters(first[0], second[0]), Narrow(first[1], second[1])
