@@ -11,12 +11,12 @@ import torch
 
 from ...artifacts.errors import InputError
 from ...artifacts.records import DType, Layout, Op
+from ...kernels.hopper_w8a8_block import GROUP
 from ...kernels.registry import has_code
 from ..check import tensors
 from ..check.call import Form, casts, check
 from ..driver.device import local_gpu, without_autocast
 from ..ops import fp8_training, fp8_weights
-from ..ops.fp8_codes import GROUP
 from ..ops.layer import Layer, Weights
 from ..ops.routing import Routing
 from ..weights.expert_weights import ExpertWeights

@@ -445,9 +445,13 @@ class Starts(NamedTuple):
 
 
 class TransposedWeights(NamedTuple):
-    """w of a backward in fp8: ``weights`` returns E matrices [K, N], so dx = dy @ w is a forward of quantised dy."""
+    """w of a backward in fp8: ``weights`` returns E matrices [K, N], so dx = dy @ w is a forward of quantised dy.
+
+    ``dtype`` is dw's.
+    """
 
     weights: Callable[[], ExpertWeights]
+    dtype: torch.dtype
 
 
 class Rows:
@@ -531,22 +535,6 @@ class Rows:
         self.uses_index = bool(flags)
         flags |= (8 if bias is not None else 0) | (32 if low is not None else 0) | (64 if starts is not None else 0)
         self.fusion = Fusion(flags)
-
-    @classmethod
-    def of_dx(
-        cls,
-        dy: torch.Tensor,
-        w: torch.Tensor | ExpertWeights | TransposedWeights,
-        m_sizes: torch.Tensor,
-        layout: Layout,
-        M: int,
-        *args: Any,
-        **more: Any,
-    ) -> Rows:
-        """The product dx = dy @ w of the experts' rows."""
-        if not isinstance(w, TransposedWeights):
-            return cls(Op.DX, dy, w, m_sizes, layout, M, *args, **more)
-        return cls(Op.FORWARD, dy.contiguous(), w.weights(), m_sizes, Layout.NK, M, *args, **more)
 
     def _replace(self, **changed: Any) -> Rows:
         return Rows(**{name: getattr(self, name) for name in self._FIELDS} | changed)

@@ -3,9 +3,10 @@
 With q(t) the numbers of t's e4m3 codes times their scales, in groups of 128 of the reduction (x, dy) and blocks of
 128 x 128 (w):
 
-    y[i] = q(x[from(i)]) @ q(w[e]).T        dx[i] = q(dy[i]) @ q(w[e])        dw[e] = sum of outer(dy[i], x[from(i)])
+    y[i] = q(x[from(i)]) @ q(w[e]).T        dx[i] = q(dy[i]) @ q(w[e])
 
-Sums are fp32. w is bfloat16 or float32, and dw of its dtype. All else is as in ``autograd.py`` and ``layer.py``.
+dW is that of ``fp8_products.py``. Sums are fp32. w is bfloat16 or float32, and dw of its dtype. All else is as in
+``autograd.py`` and ``layer.py``.
 """
 
 from __future__ import annotations
@@ -14,16 +15,33 @@ from typing import Any
 
 import torch
 
-from ...artifacts.records import Layout
-from ..check.call import Call, Form, Fusions, TransposedWeights
+from ...artifacts.records import Layout, Op
+from ...artifacts.tuples import NamedTuple
+from ..check.call import Call, Form, Fusions, Rows, TransposedWeights
 from ..check.saved import Saved
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
 from ..weights.expert_weights import ExpertWeights
-from . import autograd, layer, low_rank
+from . import activation, autograd, layer, low_rank, tokens
+from .activation import Needs
 from .autograd import differentiated_once, note_mode, wanted
+from .fp8_products import Picked, grad_weight
 from .fp8_weights import Fp8Weights, of_dx
-from .layer import FrozenWeights, Layer, TransposedLayer
+from .layer import (
+    NO_ADAPTERS,
+    NOTHING_NARROW,
+    FrozenWeights,
+    Kept,
+    Layer,
+    Weights,
+    as_saved,
+    first_column,
+    of_weights,
+    ones,
+    row_scales,
+    slot_weights,
+)
+from .products import new_rows, weight
 from .routing import Routing
 
 
@@ -66,10 +84,12 @@ class Fp8Gemm(torch.autograd.Function):
         with without_autocast(dy.device.type):
             if w is not None:
                 w = Saved("grouped_gemm", w_dtype, dy.device).weights("w", w, w_shape)
-            outline, transposed = dy.new_empty(w_shape[-1:]).expand(w_shape), _transposed(w, of_weights, form.layout)
-            call = Call(form, outline, m_sizes, Fusions(index, weights, bias), *sizes)._replace(of_dx=transposed)
+            call = Call(
+                form, dy.new_empty(w_shape[-1:]).expand(w_shape), m_sizes, Fusions(index, weights, bias), *sizes
+            )
+            call = call._replace(of_dx=_transposed(w, of_weights, form.layout, w_dtype))
             dx, dw, dweights, dbias = autograd.backward(call, dy, x, wanted(ctx.needs_input_grad, form))
-        return dx, _as(dw, w_dtype), None, dweights, dbias, None, None, None, None
+        return dx, dw, None, dweights, dbias, None, None, None, None
 
 
 def product(call: Call, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -108,7 +128,7 @@ class Fp8Layer(torch.autograd.Function):
             weights,
             h if inner or needs_down or needs_weights else None,
         )
-        ctx.how, ctx.routing, ctx.kept = how, routing, layer.Kept.of(weights, h)
+        ctx.how, ctx.routing, ctx.kept = how, routing, Kept.of(weights, h)
         ctx.kinds = (gate_up.shape, gate_up.dtype), (down.shape, down.dtype)
         return out
 
@@ -125,11 +145,84 @@ class Fp8Layer(torch.autograd.Function):
             for name, w, kept, (shape, dtype) in zip(names, (gate_up, down), ctx.of_dx, ctx.kinds, strict=True):
                 if w is not None:
                     w = Saved("moe_mlp", dtype, dout.device).weights(name, w, shape)
-                transposed.append(_transposed(w, kept, ctx.how.layout))
-            parameters, needs = TransposedLayer(transposed[0], transposed[1], down_bias), ctx.needs_input_grad[:6]
-            dx, dup, ddown, *rest = layer.gradients(ctx.how, dout, x, parameters, weights, h, ctx.routing, needs)
-        dup, ddown = _as(dup, ctx.kinds[0][1]), _as(ddown, ctx.kinds[1][1])
-        return dx, dup, ddown, *rest, None, None, None
+                transposed.append(_transposed(w, kept, ctx.how.layout, dtype))
+            parameters = _Backward(transposed[0], transposed[1], down_bias)
+            results = gradients(ctx.how, dout, x, parameters, weights, h, ctx.routing, ctx.needs_input_grad[:6])
+        return (*results, None, None, None)
+
+
+class _Backward(NamedTuple):
+    """The weights of a layer's backward, and its second bias."""
+
+    gate_up: TransposedWeights
+    down: TransposedWeights
+    down_bias: torch.Tensor | None
+
+
+def gradients(
+    how: Layer,
+    dout: torch.Tensor,
+    x: torch.Tensor | None,
+    parameters: _Backward,
+    weights: torch.Tensor,
+    h: torch.Tensor | None,
+    routing: Routing,
+    needs: tuple[bool, ...],
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of x, gate_up, down, gate_up_bias, down_bias and weights that ``needs`` asks for.
+
+    Rows of dout and x are gathered by the row kernels that quantise them.
+    """
+    saved = Weights(None, None, None, parameters.down_bias)  # type: ignore[arg-type]  # (weights were checked)
+    x, biases, weights, h, *_ = as_saved(how, dout, x, saved, weights, h, routing, NO_ADAPTERS, NOTHING_NARROW)
+    up, down, down_bias = parameters.gate_up, parameters.down, biases.down_bias
+    needs_x, needs_up, needs_down, needs_up_bias, needs_down_bias, needs_weights = needs
+    k, layout, act, bucket = how
+    index, m_sizes, bounds, experts, places = routing
+    E, M = m_sizes.shape[0], index.shape[0]
+    inner = needs_x or needs_up or needs_up_bias
+    dout = dout.contiguous()
+    dx = dup = ddown = dup_bias = ddown_bias = dweights = dh = a = None
+    if h is not None:
+        if inner or needs_weights:
+            da = new_rows(
+                Rows(Op.FORWARD, dout, down.weights(), m_sizes, Layout.NK, M, index, k, bounds=bounds, expected=bucket),
+                M,
+            )
+        else:
+            da = h.new_zeros((M, act.columns(h)))
+        dh, a, dweights = activation.gradient(
+            h,
+            da,
+            act,
+            Needs(inner, needs_down, needs_weights),
+            weights=slot_weights(weights, dout),
+            index=index,
+            bounds=bounds,
+            narrow=down_bias is None,
+        )
+        del da
+    if a is not None and needs_down:
+        ddown = grad_weight(Picked(dout, index, k), Picked(a), m_sizes, layout, down.dtype)
+    del a
+    if needs_down_bias:
+        dy = tokens.gather(dout, index, k, bounds)
+        ddown_bias = first_column(
+            weight(dy, row_scales(weights, index, dy.dtype), m_sizes, strict=False, bucket=bucket)
+        )
+        del dy
+    if dweights is not None:
+        more = () if down_bias is None else (dout, down_bias, experts)
+        dweights = of_weights(dweights, *more, top_k=k, E=E, dtype=weights.dtype)
+    if dh is not None:
+        if needs_x:
+            dx = new_rows(Rows(Op.FORWARD, dh, up.weights(), m_sizes, Layout.NK, M, expected=bucket), M)
+            dx = tokens.combine(dx, places, k)
+        if needs_up and x is not None:
+            dup = grad_weight(Picked(dh), Picked(x, index, k), m_sizes, layout, up.dtype)
+        if needs_up_bias:
+            dup_bias = first_column(weight(dh, ones(dh), m_sizes, strict=False, bucket=bucket))
+    return dx, dup, ddown, dup_bias, ddown_bias, dweights
 
 
 def layer_forward(
@@ -149,7 +242,9 @@ def layer_forward(
     return layer.forward(nk, x.contiguous(), parameters, routing, weights, keeps_h=keeps_h, into=into)[:2]
 
 
-def _transposed(w: torch.Tensor | None, kept: ExpertWeights | None, layout: Layout) -> TransposedWeights:
+def _transposed(
+    w: torch.Tensor | None, kept: ExpertWeights | None, layout: Layout, dtype: torch.dtype
+) -> TransposedWeights:
     """The weights of a backward: kept ones, or w, quantised for the time of its product."""
 
     def weights() -> ExpertWeights:
@@ -159,8 +254,4 @@ def _transposed(w: torch.Tensor | None, kept: ExpertWeights | None, layout: Layo
             raise AssertionError("no dx is needed")
         return of_dx(w, layout)
 
-    return TransposedWeights(weights)
-
-
-def _as(dw: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    return None if dw is None else dw.to(dtype)
+    return TransposedWeights(weights, dtype)

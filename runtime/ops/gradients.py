@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+from ...artifacts.records import Layout, Op
 from ...artifacts.tuples import NamedTuple
 from ..check.call import Call, Rows
 from ..check.tensors import rows_usable
@@ -121,16 +122,14 @@ def grad_w_and_bias(
     rows_dy = _scaled(call, dy.gathered, flat)
     dw = dbias = None
     if x is not None:
-        dw = weight(
-            rows_dy,
-            x,
-            call.m_sizes,
-            layout=form.layout,
-            pin=form.pin_dw,
-            bucket=form.bucket,
-            executor=executor,
-            fp8=call.of_dx is not None,
-        )
+        if call.of_dx is not None:
+            from .fp8_products import Picked, grad_weight  # here, as few calls have a precision
+
+            dw = grad_weight(Picked(rows_dy), Picked(x), call.m_sizes, form.layout, call.of_dx.dtype)
+        else:
+            dw = weight(
+                rows_dy, x, call.m_sizes, layout=form.layout, pin=form.pin_dw, bucket=form.bucket, executor=executor
+            )
     if bias:
         ones = rows_dy.new_ones((call.M, _ONES))
         if form.permute_x and flat is None and index is not None:  # else what takes no part is zero in dy by now
@@ -175,11 +174,15 @@ def _rows_of_dx(call: Call, dy: GradY, flat: torch.Tensor | None, *, moves: bool
     form = call.form
     dy_rows, divisor = (dy.rows, 1) if dy.sorted is None else (dy.sorted, 0)
     used = call.fusions.index if moves or divisor or flat is not None else None
-    return Rows.of_dx(
+    op, w, layout = Op.DX, call.w, form.layout
+    if call.of_dx is not None:
+        op, dy_rows, w, layout = Op.FORWARD, dy_rows.contiguous(), call.of_dx.weights(), Layout.NK
+    return Rows(
+        op,
         dy_rows,
-        call.of_dx or call.w,
+        w,
         call.m_sizes,
-        form.layout,
+        layout,
         call.M,
         used,
         divisor,

@@ -30,7 +30,7 @@ import torch
 from ...artifacts.records import Layout, Op
 from ...artifacts.tuples import NamedTuple
 from ...kernels.activations import Activation
-from ..check.call import Rows, TransposedWeights, flat, wide_of
+from ..check.call import Rows, flat, wide_of
 from ..check.saved import FLOATS, Frozen, Saved
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
@@ -113,14 +113,6 @@ class FrozenWeights(NamedTuple):
     gate_up: torch.Tensor | ExpertWeights
     down: torch.Tensor | ExpertWeights
     gate_up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
-
-
-class TransposedLayer(NamedTuple):
-    """The weights and the second bias of a backward in fp8."""
-
-    gate_up: TransposedWeights
-    down: TransposedWeights
     down_bias: torch.Tensor | None
 
 
@@ -349,7 +341,7 @@ def gradients(
     layer: Layer,
     dout: torch.Tensor,
     x: torch.Tensor | None,
-    parameters: Weights | FrozenWeights | TransposedLayer,
+    parameters: Weights | FrozenWeights,
     weights: torch.Tensor,
     h: torch.Tensor | None,
     routing: Routing,
@@ -366,7 +358,7 @@ def with_adapters(
     layer: Layer,
     dout: torch.Tensor,
     x: torch.Tensor | None,
-    parameters: Weights | FrozenWeights | TransposedLayer,
+    parameters: Weights | FrozenWeights,
     weights: torch.Tensor,
     h: torch.Tensor | None,
     routing: Routing,
@@ -376,7 +368,7 @@ def with_adapters(
     executor: EagerExecutor = EAGER,
 ) -> tuple[tuple[torch.Tensor | None, ...], tuple[LowRankGradients | None, LowRankGradients | None]]:
     """The gradients, and those of adapters for which there is what the forward kept, ``narrow``."""
-    x, parameters, weights, h, adapters, narrow = _as_saved(
+    x, parameters, weights, h, adapters, narrow = as_saved(
         layer, dout, x, parameters, weights, h, routing, adapters, narrow
     )
     first, second = adapters
@@ -385,7 +377,6 @@ def with_adapters(
     k, layout, act, bucket = layer
     index, m_sizes, bounds, experts, places = routing
     E, M = m_sizes.shape[0], index.shape[0]
-    fp8 = isinstance(parameters, TransposedLayer)
     inner = needs_x or needs_up or needs_up_bias or narrow.x is not None
     dout = dout.contiguous()
     row_weights = slot_weights(weights, dout, executor)
@@ -398,9 +389,8 @@ def with_adapters(
         whole = inner or needs_weights
         v = None if second is None else low_rank.narrowed_gradient(second, dy, m_sizes, executor, bucket)
         if whole:
-            da = low_rank.product(
-                Rows.of_dx(dy, parameters.down, m_sizes, layout, M, expected=bucket), second, v, executor
-            )
+            of_dy = Rows(Op.DX, dy, parameters.down, m_sizes, layout, M, expected=bucket)
+            da = low_rank.product(of_dy, second, v, executor)
         else:
             da = executor.call(partial(_zeros, act=act), h)
         dB = None
@@ -426,24 +416,23 @@ def with_adapters(
         if dB is not None and v is not None and a is not None:
             of_second = LowRankGradients(weight(v, a, m_sizes, bucket=bucket, executor=executor), dB)
     if a is not None and needs_down:
-        ddown = weight(dy, a, m_sizes, layout=layout, bucket=bucket, executor=executor, fp8=fp8)
+        ddown = weight(dy, a, m_sizes, layout=layout, bucket=bucket, executor=executor)
     if needs_down_bias:
-        scale = executor.call(partial(_scales, dtype=dy.dtype), weights, index)
+        scale = executor.call(partial(row_scales, dtype=dy.dtype), weights, index)
         ddown_bias = executor.call(
-            _first_column, weight(dy, scale, m_sizes, strict=False, bucket=bucket, executor=executor)
+            first_column, weight(dy, scale, m_sizes, strict=False, bucket=bucket, executor=executor)
         )
     if needs_weights and dweights is not None:
         more = () if parameters.down_bias is None else (dout, parameters.down_bias, experts)
-        dweights = executor.call(partial(_of_weights, top_k=k, E=E, dtype=weights.dtype), dweights, *more)
+        dweights = executor.call(partial(of_weights, top_k=k, E=E, dtype=weights.dtype), dweights, *more)
     del a  # with dy half of what the gradient takes beside its results
     if not frees:
         del dy
     if dh is not None:
         v = None if first is None else low_rank.narrowed_gradient(first, dh, m_sizes, executor, bucket)
         if needs_x:
-            dx = low_rank.product(
-                Rows.of_dx(dh, parameters.gate_up, m_sizes, layout, M, expected=bucket), first, v, executor
-            )
+            of_dh = Rows(Op.DX, dh, parameters.gate_up, m_sizes, layout, M, expected=bucket)
+            dx = low_rank.product(of_dh, first, v, executor)
             dx = tokens.combine(dx, places, k, executor=executor)
         if x is not None and (needs_up or narrow.x is not None):
             sorted_x = tokens.gather(x, index, k, bounds, executor)
@@ -454,29 +443,27 @@ def with_adapters(
                 )
                 of_first = LowRankGradients(dA, dB)
             if needs_up:
-                dup = weight(dh, sorted_x, m_sizes, layout=layout, bucket=bucket, executor=executor, fp8=fp8)
+                dup = weight(dh, sorted_x, m_sizes, layout=layout, bucket=bucket, executor=executor)
             del sorted_x
         if needs_up_bias:
             dup_bias = executor.call(
-                _first_column,
-                weight(dh, executor.call(_ones, dh), m_sizes, strict=False, bucket=bucket, executor=executor),
+                first_column,
+                weight(dh, executor.call(ones, dh), m_sizes, strict=False, bucket=bucket, executor=executor),
             )
     return (dx, dup, ddown, dup_bias, ddown_bias, dweights), (of_first, of_second)
 
 
-def _as_saved(
+def as_saved(
     layer: Layer,
     dout: torch.Tensor,
     x: torch.Tensor | None,
-    parameters: Weights | FrozenWeights | TransposedLayer,
+    parameters: Weights | FrozenWeights,
     weights: torch.Tensor,
     h: torch.Tensor | None,
     routing: Routing,
     adapters: Adapters,
     narrow: Narrow,
-) -> tuple[
-    torch.Tensor | None, Weights | FrozenWeights | TransposedLayer, torch.Tensor, torch.Tensor | None, Adapters, Narrow
-]:
+) -> tuple[torch.Tensor | None, Weights | FrozenWeights, torch.Tensor, torch.Tensor | None, Adapters, Narrow]:
     """The tensors that the forward saved, as kernels read them; InputError where a hook made others of them."""
     saved, (T, H) = Saved.beside("moe_mlp", dout), dout.shape
     M, E, layout = routing.gather_indices.shape[0], routing.m_sizes.shape[0], layer.layout
@@ -484,16 +471,13 @@ def _as_saved(
     x = None if x is None else saved.rows("hidden", x, (T, H))
     h = None if h is None else saved.whole(_H, h, (M, -1))
     wide, I = (-1, -1) if h is None else (h.shape[1], layer.act.columns(h))  # noqa: E741
-    down_bias = parameters.down_bias
-    if down_bias is not None:
-        down_bias = saved.whole("down_bias", down_bias, (E, H))
-    if isinstance(parameters, TransposedLayer):  # of checked weights
-        return x, parameters._replace(down_bias=down_bias), weights, h, adapters, narrow
-    up, down, up_bias, _ = parameters
+    up, down, up_bias, down_bias = parameters
     if isinstance(up, torch.Tensor):
         up = saved.weights("gate_up_weight", up, _shape(E, wide, H, layout))
     if isinstance(down, torch.Tensor):
         down = saved.weights("down_weight", down, _shape(E, H, I, layout))
+    if down_bias is not None:
+        down_bias = saved.whole("down_bias", down_bias, (E, H))
     first = _adapter_as_saved(saved, "gate_up_lora", adapters.first, narrow.x, (M, E, wide, H))
     second = _adapter_as_saved(saved, "down_lora", adapters.second, narrow.a, (M, E, H, I))
     adapters, narrow = Adapters(first[0], second[0]), Narrow(first[1], second[1])
@@ -539,22 +523,22 @@ def _zeros(h: torch.Tensor, act: RowActivation) -> torch.Tensor:
     return h.new_zeros((h.shape[0], act.columns(h)))
 
 
-def _ones(dh: torch.Tensor) -> torch.Tensor:
+def ones(dh: torch.Tensor) -> torch.Tensor:
     return dh.new_ones((dh.shape[0], _ONES))
 
 
-def _scales(weights: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def row_scales(weights: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     by_row = weights.detach().reshape(-1)[index]
     if by_row.dtype not in (dtype, torch.float32):
         by_row = by_row.to(torch.float32 if dtype is not torch.float64 else dtype)  # as ``slot_weights``
     return by_row.to(dtype)[:, None].expand(-1, _ONES).contiguous()
 
 
-def _first_column(dbias: torch.Tensor) -> torch.Tensor:
+def first_column(dbias: torch.Tensor) -> torch.Tensor:
     return dbias[:, :, 0].contiguous()
 
 
-def _of_weights(
+def of_weights(
     dweights: torch.Tensor,
     dout: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,

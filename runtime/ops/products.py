@@ -233,15 +233,14 @@ def weight(
     strict: bool | None = None,
     bucket: int | None = None,
     executor: EagerExecutor = EAGER,
-    fp8: bool = False,
 ) -> torch.Tensor:
     """dw[g] = dy[rows of g].T @ x[rows of g], [E, N, K] or [E, K, N] in x's dtype; zeros for an expert without rows.
 
     dy [M, N] and x [M, K] in the sorted order. ``strict`` overrides PRETUNED_STRICT.
-    ``bucket`` is that of the rows that a kernel is chosen for, if it is not M's. With ``fp8`` dy and x are quantised.
+    ``bucket`` is that of the rows that a kernel is chosen for, if it is not M's.
     """
     if layout is Layout.KN:  # dw[g].T: the operands change places
-        return weight(x, dy, m_sizes, pin=pin, strict=strict, bucket=bucket, executor=executor, fp8=fp8)
+        return weight(x, dy, m_sizes, pin=pin, strict=strict, bucket=bucket, executor=executor)
     (M, N), K, E = dy.shape, x.shape[1], m_sizes.shape[0]
     if not (M and E and N and K) or not tensors.on_gpu(x):
         executor.unplanned()
