@@ -165,6 +165,18 @@ def measure_layer(name: str, E: int, H: int, width: int, k: int, T: int, rounds:
     return cell
 
 
+def gaps(events: list[Any]) -> list[tuple[float, str]]:
+    """Microseconds in which no kernel ran between two, and the two kernels; the longest first."""
+    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
+    idle, until, last = [], None, ""
+    for begin, end, name in spans:
+        if until is not None and begin > until:
+            idle.append((begin - until, f"{last[:40]} -> {name[:40]}"))
+        if until is None or end > until:
+            until, last = end, name
+    return sorted(idle, reverse=True)
+
+
 def profile(name: str, E: int, H: int, width: int, k: int, T: int) -> list[tuple[str, float, int]]:
     """Microseconds and launches of each kernel of a step: in bf16, in fp8, in fp8 with weights that are kept."""
     leaves, ids, dout = tensors_of(E, H, width, k, T)
@@ -183,6 +195,8 @@ def profile(name: str, E: int, H: int, width: int, k: int, T: int) -> list[tuple
         print(f"{name} T={T} {what}: host {host_us:,.0f} us, {sum(us for _, us, _ in rows):,.0f} us in", flush=True)
         for key, us, count in rows:
             print(f"  {us:10,.0f} us {count:4} x {key[:110]}", flush=True)
+        idle = gaps([e for e in profiler.events() if e.device_type is torch.autograd.DeviceType.CUDA])
+        print(f"  idle {sum(us for us, _ in idle):,.0f} us between kernels, most {idle[:4]}", flush=True)
         lines += [(f"{what}: {key}", us, count) for key, us, count in rows]
     return lines
 

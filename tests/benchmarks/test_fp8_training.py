@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,3 +48,11 @@ def test_products_apart() -> None:
     row = measure_products("small", 4, 256, 128, 2, 64, theirs)
     assert row["up_forward8_us"] == row["down_quantise_both_us"] == 9
     assert "no_such_thing" in row["up_peer_dw_failed"]
+
+
+def test_gaps_between_kernels() -> None:
+    def event(name: str, start: float, end: float) -> Any:
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+    idle = fp8_training.gaps([event("c", 30, 31), event("a", 0, 10), event("b", 5, 12), event("d", 32, 40)])
+    assert idle == [(18, "b -> c"), (1, "c -> d")]
