@@ -20,7 +20,7 @@ from ...kernels.entry import has_aligned_rows
 from ...kernels.rowops import WEIGHT_OPS, dtype_of
 from ...kernels.spec import reads_in_place
 from ..dispatch import snapshot as dispatch_snapshot
-from ..dispatch.decide import by_tile, forms_of, in_place, why_not
+from ..dispatch.decide import by_tile, dW_of_codes, forms_of, in_place, why_not
 from ..dispatch.rowops import ranked
 from ..dispatch.snapshot import Rejected, Snapshot, View
 from ..driver.device import current_device, local_gpu
@@ -193,6 +193,7 @@ def preload(
             *fallbacks_of(met, snapshot, local),
             *passes_of(met, snapshot, local),
             *in_place_for(cells, snapshot, local),
+            *training_for(cells, snapshot, local),
         )
         handles = [_usable(bundle, index, device, snapshot, local) for bundle, index in more]
         if None not in handles:
@@ -291,6 +292,13 @@ def in_place_for(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) ->
         if reads_in_place(problem) and not problem.fusion
     )
     return list(dict.fromkeys((candidate.usable.bundle, candidate.index) for candidate in asked if candidate))
+
+
+def training_for(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
+    """The variants of dW of codes."""
+    asked = [cell for cell in cells if cell[0].op is Op.DW and cell[0].dtype.quantised]
+    found = [dW_of_codes(snapshot, problem, bucket, local) for problem, bucket in asked]
+    return list(dict.fromkeys((candidate.usable.bundle, candidate.index) for candidate in found if candidate))
 
 
 def problems_of(view: View) -> list[tuple[Problem, ...]]:

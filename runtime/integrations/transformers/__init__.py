@@ -177,6 +177,7 @@ def _problems(experts: Any, names: tuple[str, str], codes: list[ExpertWeights | 
         E, N, K = w.shape if layout is Layout.NK else (w.shape[0], w.shape[2], w.shape[1])
         if _training == "fp8" and w.requires_grad and not (N % 128 or K % 128):
             problems |= {Problem(Op.FORWARD, DType.FP8_BLOCK, E, *sizes) for sizes in ((N, K), (K, N))}
+            problems.add(Problem(Op.DW, DType.FP8_BLOCK, *w.shape))
         problems.add(Problem(Op.FORWARD, DTYPES[w.dtype], E, N, K, layout))
         if w.requires_grad:
             problems.add(Problem(Op.DX, DTYPES[w.dtype], E, N, K, layout))

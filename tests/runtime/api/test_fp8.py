@@ -19,7 +19,7 @@ from coded_machine import Machine, routed
 from emulated_driver import Launch, emulated
 
 from pretuned.artifacts.errors import InputError
-from pretuned.artifacts.records import Op, RowOp
+from pretuned.artifacts.records import DType, Op, Problem, RowOp
 from pretuned.kernels import search
 from pretuned.runtime import (
     ExpertWeights,
@@ -27,6 +27,7 @@ from pretuned.runtime import (
     QuantizedRows,
     grouped_gemm,
     moe_mlp,
+    preload,
     reload,
     reuse_fp8_weights,
     sort_routing,
@@ -482,6 +483,15 @@ def test_tracing_is_refused() -> None:
     x, w, _, m_sizes = operands()
     with pytest.raises(InputError, match=r"compiler\.disable"):
         grouped_gemm(x.to("meta"), w.to("meta"), m_sizes, **FP8)
+
+
+def test_preload_loads_dw_of_codes(machine: Machine, clean_places: Path) -> None:
+    gemms, rows = search.of_training(90)
+    emulated_kernels.write(clean_places / "training.msgpack", [emulated_kernels.made(one) for one in (*gemms, *rows)])
+    reload()
+    loaded = preload(problems=[Problem(Op.FORWARD, DType.FP8_BLOCK, 4, 256, 128)]).count
+    both = [Problem(op, DType.FP8_BLOCK, 4, 256, 128) for op in (Op.FORWARD, Op.DW)]
+    assert preload(problems=both).count == loaded + 1
 
 
 class Emulated(Machine):

@@ -108,6 +108,7 @@ def test_the_kernels_of_both_directions_are_loaded(library: Any) -> None:
     ours.register(training="fp8")
     experts, names = made(library).model.layers[0].mlp.experts, ("gate_up_proj", "down_proj")
     coded = {Problem(Op.FORWARD, DType.FP8_BLOCK, 4, N, K) for N, K in ((256, 128), (128, 256), (128, 128))}
+    coded |= {Problem(Op.DW, DType.FP8_BLOCK, 4, N, 128) for N in (256, 128)}
     assert {one for one in ours._problems(experts, names, [None, None]) if one.dtype is DType.FP8_BLOCK} == coded
     experts.requires_grad_(False)
     assert not coded & ours._problems(experts, names, [None, None])
