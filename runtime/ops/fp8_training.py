@@ -203,7 +203,7 @@ def gradients(
         )
         del da
     if a is not None and needs_down:
-        ddown = grad_weight(Picked(dout, index, k), Picked(a), m_sizes, layout, down.dtype)
+        ddown = grad_weight(Picked(dout, index, k, bounds), Picked(a), m_sizes, layout, down.dtype, bucket)
     del a
     if needs_down_bias:
         dy = tokens.gather(dout, index, k, bounds)
@@ -219,7 +219,7 @@ def gradients(
             dx = new_rows(Rows(Op.FORWARD, dh, up.weights(), m_sizes, Layout.NK, M, expected=bucket), M)
             dx = tokens.combine(dx, places, k)
         if needs_up and x is not None:
-            dup = grad_weight(Picked(dh), Picked(x, index, k), m_sizes, layout, up.dtype)
+            dup = grad_weight(Picked(dh), Picked(x, index, k, bounds), m_sizes, layout, up.dtype, bucket)
         if needs_up_bias:
             dup_bias = first_column(weight(dh, ones(dh), m_sizes, strict=False, bucket=bucket))
     return dx, dup, ddown, dup_bias, ddown_bias, dweights

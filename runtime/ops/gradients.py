@@ -125,7 +125,8 @@ def grad_w_and_bias(
         if call.of_dx is not None:
             from .fp8_products import Picked, grad_weight  # here, as few calls have a precision
 
-            dw = grad_weight(Picked(rows_dy), Picked(x), call.m_sizes, form.layout, call.of_dx.dtype)
+            dtype, bucket = call.of_dx.dtype, form.bucket
+            dw = grad_weight(Picked(rows_dy), Picked(x), call.m_sizes, form.layout, dtype, bucket)
         else:
             dw = weight(
                 rows_dy, x, call.m_sizes, layout=form.layout, pin=form.pin_dw, bucket=form.bucket, executor=executor

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.speed import fp8_training
 from benchmarks.speed.fp8_training import MAX_LAYER, MAX_PRODUCT, check_products, measure_layer, measure_products
+from pretuned.runtime.ops import fp8_products
 
 
 @pytest.fixture(autouse=True)
@@ -27,10 +28,13 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_products_are_those_of_quantised_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = check_products(1)
-    assert all(found[name] < MAX_PRODUCT for name in ("y", "dx", "dw"))
+    for least in (0, fp8_products.LEAST):  # dW of codes, and of bf16
+        monkeypatch.setattr(fp8_products, "LEAST", least)
+        found = check_products(1, 512, 768)
+        assert all(found[name] < MAX_PRODUCT for name in ("y", "dx", "dw"))
+        assert (found["dw_beside_bf16"] > 10 * MAX_PRODUCT) == (not least)
     monkeypatch.setattr(fp8_training, "quantised", lambda t, rows: t.detach().float())
-    assert check_products(1)["y"] > 10 * MAX_PRODUCT
+    assert check_products(1, 512, 768)["y"] > 10 * MAX_PRODUCT
 
 
 def test_a_layer_is_compared_with_bf16() -> None:

@@ -34,7 +34,7 @@ from pretuned.runtime import (
 )
 from pretuned.runtime.check import tensors
 from pretuned.runtime.driver.device import current_stream
-from pretuned.runtime.ops import fp8_weights
+from pretuned.runtime.ops import fp8_products, fp8_weights
 from pretuned.runtime.ops.fp8_codes import quantise_weights
 
 E, N, K, H, I, TOP_K, T = 5, 256, 384, 256, 128, 2, 150  # noqa: E741
@@ -88,6 +88,29 @@ def operands(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.T
     x = torch.randn(M, K, generator=g).bfloat16().requires_grad_()
     w = (torch.randn(E, N, K, generator=g) / K**0.5).to(dtype).requires_grad_()
     return x, w, torch.randn(M, N, generator=g).bfloat16(), torch.tensor(COUNTS, dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def of_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dW of these small matrices is of codes."""
+    monkeypatch.setattr(fp8_products, "LEAST", 0)
+
+
+def test_small_matrices_have_a_dw_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert fp8_products.multiplies_codes(4096, 7168)
+    assert fp8_products.multiplies_codes(4096, 14336)
+    assert not fp8_products.multiplies_codes(1536, 2048)
+    x, w, dy, m_sizes = operands()
+    grouped_gemm(x, w, m_sizes, **FP8).backward(dy)
+    plain = w.detach().requires_grad_()
+    grouped_gemm(x, plain, m_sizes).backward(dy)
+    assert torch.equal(w.grad, plain.grad)  # type: ignore[arg-type]
+    inputs = layer(torch.float32)
+    bf16 = inputs | {name: inputs[name].detach().bfloat16().requires_grad_() for name in inputs if "_weight" in name}
+    found, want = step(inputs, **FP8), step(bf16 | {"topk_weights": inputs["topk_weights"]}, **FP8)
+    assert apart(found[3], want[3]) < LOSS
+    assert found[3].dtype is torch.float32
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
