@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import quick_interpreter  # noqa: F401
 import torch
@@ -67,25 +68,23 @@ def weights(case: dict[str, Any]) -> ExpertWeights:
     return made
 
 
-def run(case: dict[str, Any]) -> list[str]:
-    torch.manual_seed(case["seed"])
-    E, M, N, K, top_k = len(case["m_sizes"]), case["M"], case["N"], case["K"], case["top_k"]
-    dtype, op, fusion = DTYPES[case["dtype"]], Op(case["op"]), Fusion(case["fusion"])
-    w = weights(case)
-    values = w.dequantize(torch.float32)
-    if case["prepared"]:
-        w = w.prepare()
-        assert w.is_prepared, "nothing to prepare"
-    layout = Layout.NK if case["prepared"] else Layout.STORED
-    problem = Problem(op, w.kernel_dtypes[-1], E, N, K, layout)
-    gemm = gemm_of(problem)
-    matrices = values.to(dtype).transpose(1, 2) if op is Op.DX else values.to(dtype)
+class Operands(NamedTuple):
+    """w's operands by name, the kernel's x of some rows, x as it reads them in float64, and w [columns, reduction]."""
+
+    words: dict[str, Any]
+    draw: Callable[[int], torch.Tensor]
+    read: Callable[[torch.Tensor], torch.Tensor]
+    matrices: list[torch.Tensor]
+
+
+def wrong(case: dict[str, Any], kernel: Any, spec: Spec, sm: int, on: Operands, most: float) -> list[str]:
+    """What is wrong with y, and with the memory around it, after a launch of the kernel."""
+    E, M, top_k, fusion = len(case["m_sizes"]), case["M"], case["top_k"], spec.fusion
+    columns, reduction = on.matrices[0].shape
+    dtype, wide = DTYPES[case["dtype"]], 2 if case["wide"] else 1
     gathers, scatters = Fusion.GATHER in fusion, Fusion.SCATTER in fusion
     limit = -(-M // top_k) * top_k + top_k
-    x = torch.randn(limit // top_k if gathers else M, gemm.reduction)
-    if case["one_hot"]:  # y is then w itself
-        x = torch.nn.functional.one_hot(torch.randint(0, gemm.reduction, (len(x),)), gemm.reduction).float()
-    x = x.to(dtype)
+    x = on.draw(limit // top_k if gathers else M)
     counts = torch.tensor(case["m_sizes"], dtype=torch.int64 if case["wide"] else torch.int32)
     if case["poison"]:  # of one expert's rows
         first, end = reference.expert_bounds(counts, M)[case["poison"]]
@@ -93,69 +92,54 @@ def run(case: dict[str, Any]) -> list[str]:
     index = torch.randperm(limit)[:M].to(counts.dtype)
     if case["bad_index"]:
         index[0], index[-1] = -1, limit + 5
-    bias, row_weights = torch.randn(E, gemm.columns).to(dtype), torch.rand(limit)
-    y = torch.full((limit + 2, gemm.columns + 3), GUARD, dtype=dtype)
-    want = y.float()
-    indexed = bool(fusion & (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT))
+    bias, row_weights = torch.randn(E, columns).to(dtype), torch.rand(limit)
+    y = torch.full((limit + 2, columns + 3), GUARD, dtype=dtype)
+    want = y.double()
     reference.rows(
-        x.double(),
-        list(matrices.double()),
+        on.read(x),
+        on.matrices,
         counts,
-        result := want.double()[:, : gemm.columns],
+        want[:, :columns],
         M=M,
         layout=Layout.NK,
-        index=index if indexed else None,
+        index=index if fusion & (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT) else None,
         index_end=limit,
         gather_divisor=top_k if gathers else 0,
         scatter=scatters,
         row_weights=row_weights.double() if Fusion.WEIGHT in fusion else None,
         bias=bias.double() if Fusion.BIAS in fusion else None,
     )
-    want = want.double()
-    want[:, : gemm.columns] = result
-
-    config = Config(*case["block"], 4, 2, case["group_m"], schedule=Schedule.TILE)
-    spec = Spec(op, problem.dtype, config, layout, fusion, 1)
     assert registry.refusal(spec) is None, registry.refusal(spec)
-    flags, tiles = fusion.value, registry.most_tiles(M, E, gemm.columns, config)
+    flags, tiles = fusion.value, registry.most_tiles(M, E, columns, spec.config)
     if case["zero_tail"]:
         flags |= ZERO_TAIL
         tiles += -(-limit // CLEARER_ROWS) if scatters else 0
         used = reference.expert_bounds(counts, M)[-1][1]
-        rest = (want[:limit, : gemm.columns] == GUARD).all(1) if scatters else torch.arange(limit) >= used
+        rest = (want[:limit, :columns] == GUARD).all(1) if scatters else torch.arange(limit) >= used
         rest &= torch.arange(limit) < (limit if scatters else M)
-        want[:limit, : gemm.columns][rest] = 0
-    order = "stored" if layout is Layout.STORED else "prepared"
-    codes = w.codes.view(torch.uint8 if order == "stored" else torch.int32)
-    scale = w.plain_scale
-    assert address_of(scale)
+        want[:limit, :columns][rest] = 0
     null = torch.zeros(1, dtype=torch.int32)
-    given = {
+    given = on.words | {
         "x": x,
-        "w": codes,
-        "w_scale": scale.view(torch.uint8) if scale.element_size() == 1 else scale,
-        "w_zero": w.zero,
-        "w_outer": w.global_scale,
         "y": y,
         "m_sizes": counts.view(torch.int32),
-        "index": index.view(torch.int32),
-        "row_weights": row_weights,
-        "bias": bias,
+        "index": index.view(torch.int32) if fusion else null,
+        "row_weights": row_weights if fusion else null.float(),
+        "bias": bias if fusion else null.float(),
         "M": M,
-        "N": gemm.columns,
-        "K": gemm.reduction,
+        "N": columns,
+        "K": reduction,
         "E": E,
         "stride_x_m": x.stride(0),
         "stride_y_m": y.stride(0),
-        "m_sizes_step": 2 if case["wide"] else 1,
-        "index_step": 2 if case["wide"] else 1,
+        "m_sizes_step": wide,
+        "index_step": wide,
         "index_end": limit if fusion else 0,
         "x_divisor": top_k,
         "flags": flags,
     }
-    given |= {} if fusion else {"index": null, "row_weights": null.float(), "bias": null.float()}
-    constants = registry.constants(spec, 80) | {"EXPERTS": FEW.value}
-    coded[(tiles,)](**{name: given[name] for name, _ in registry.arguments(spec)}, **constants)
+    constants = registry.constants(spec, sm) | {"EXPERTS": FEW.value}
+    kernel[(tiles,)](**{name: given[name] for name, _ in registry.arguments(spec)}, **constants)
 
     found, touched = [], want != GUARD
     if not torch.equal(y[~touched], torch.full_like(y[~touched], GUARD)):
@@ -164,15 +148,47 @@ def run(case: dict[str, Any]) -> list[str]:
         found.append(f"NaN: {int(y.isnan().sum())}, wanted {int(want.isnan().sum())}")
     there = touched & ~want.isnan()
     got, wanted = y.double()[there], want[there]
-    if case["one_hot"]:
+    if case.get("one_hot") or not wanted.any():
         if not torch.equal(got, wanted):
             found.append(
-                f"{int((got != wanted).sum())} of {got.numel()} weights, the first {got[got != wanted][:3]} "
+                f"{int((got != wanted).sum())} of {got.numel()} numbers, the first {got[got != wanted][:3]} "
                 f"in place of {wanted[got != wanted][:3]}"
             )
-    elif len(got) and not (error := float((got - wanted).norm() / wanted.norm())) < MOST[case["dtype"]]:
+    elif not (error := float((got - wanted).norm() / wanted.norm())) < most:
         found.append(f"error {error}")
     return found
+
+
+def run(case: dict[str, Any]) -> list[str]:
+    torch.manual_seed(case["seed"])
+    E, N, K = len(case["m_sizes"]), case["N"], case["K"]
+    dtype, op = DTYPES[case["dtype"]], Op(case["op"])
+    w = weights(case)
+    values = w.dequantize(torch.float32).to(dtype)
+    if case["prepared"]:
+        w = w.prepare()
+        assert w.is_prepared, "nothing to prepare"
+    layout = Layout.NK if case["prepared"] else Layout.STORED
+    problem = Problem(op, w.kernel_dtypes[-1], E, N, K, layout)
+    gemm, scale = gemm_of(problem), w.plain_scale
+    assert address_of(scale)
+
+    def draw(count: int) -> torch.Tensor:
+        x = torch.randn(count, gemm.reduction)
+        if case["one_hot"]:  # y is then w itself
+            x = torch.nn.functional.one_hot(torch.randint(0, gemm.reduction, (count,)), gemm.reduction).float()
+        return x.to(dtype)
+
+    words = {
+        "w": w.codes.view(torch.uint8 if layout is Layout.STORED else torch.int32),
+        "w_scale": scale.view(torch.uint8) if scale.element_size() == 1 else scale,
+        "w_zero": w.zero,
+        "w_outer": w.global_scale,
+    }
+    matrices = list((values.transpose(1, 2) if op is Op.DX else values).double())
+    config = Config(*case["block"], 4, 2, case["group_m"], schedule=Schedule.TILE)
+    spec = Spec(op, problem.dtype, config, layout, Fusion(case["fusion"]), 1)
+    return wrong(case, coded, spec, 80, Operands(words, draw, torch.Tensor.double, matrices), MOST[case["dtype"]])
 
 
 if __name__ == "__main__":

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 import triton.language as tl
-from interpret_coded import DTYPES, FEW, GUARD, weights
+from interpret_coded import DTYPES, Operands, weights, wrong
 from triton.runtime import interpreter
 
 from pretuned.artifacts.records import DType, Fusion, Layout, Op
-from pretuned.kernels import reference, registry
-from pretuned.kernels.entry import CLEARER_ROWS, ZERO_TAIL
 from pretuned.kernels.portable_w8a8.rows import w8a8
 from pretuned.kernels.spec import Config, Schedule, Spec
 
@@ -63,89 +62,18 @@ def quantised(x: torch.Tensor, *, blocks: bool) -> torch.Tensor:
 
 def run(case: dict[str, Any]) -> list[str]:
     torch.manual_seed(case["seed"])
-    E, M, N, K, top_k = len(case["m_sizes"]), case["M"], case["N"], case["K"], case["top_k"]
-    dtype, fusion = DTYPES[case["dtype"]], Fusion(case["fusion"])
     w = weights(case)
-    gathers, scatters = Fusion.GATHER in fusion, Fusion.SCATTER in fusion
-    limit = -(-M // top_k) * top_k + top_k
-    x = drawn(case, limit // top_k if gathers else M)
-    counts = torch.tensor(case["m_sizes"], dtype=torch.int64 if case["wide"] else torch.int32)
-    if case["poison"]:  # of one expert's rows
-        first, end = reference.expert_bounds(counts, M)[case["poison"]]
-        x[first:end] = float("nan")
     if case["bad_code"]:  # NaN in one row of one expert's w
         w.codes.view(torch.uint8)[1, 3, 5] = 0x7F
-    index = torch.randperm(limit)[:M].to(counts.dtype)
-    if case["bad_index"]:
-        index[0], index[-1] = -1, limit + 5
-    bias, row_weights = torch.randn(E, N).to(dtype), torch.rand(limit)
-    y = torch.full((limit + 2, N + 3), GUARD, dtype=dtype)
-    want = y.double()
-    indexed = bool(fusion & (Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT))
-    read, matrices = quantised(x, blocks=case["format"] == "fp8_block"), list(w.dequantize(torch.float32).double())
-    reference.rows(
-        read,
-        matrices,
-        counts,
-        want[:, :N],
-        M=M,
-        layout=Layout.NK,
-        index=index if indexed else None,
-        index_end=limit,
-        gather_divisor=top_k if gathers else 0,
-        scatter=scatters,
-        row_weights=row_weights.double() if Fusion.WEIGHT in fusion else None,
-        bias=bias.double() if Fusion.BIAS in fusion else None,
+    on = Operands(
+        {"w": w.codes.view(torch.uint8), "w_scale": w.scale},
+        partial(drawn, case),
+        partial(quantised, blocks=case["format"] == "fp8_block"),
+        list(w.dequantize(torch.float32).double()),
     )
     config = Config(*case["block"], 4, 2, case["group_m"], schedule=Schedule.TILE)
-    spec = Spec(Op.FORWARD, DType(case["format"]), config, Layout.STORED, fusion, 1)
-    assert registry.refusal(spec) is None, registry.refusal(spec)
-    flags, tiles = fusion.value, registry.most_tiles(M, E, N, config)
-    if case["zero_tail"]:
-        flags |= ZERO_TAIL
-        tiles += -(-limit // CLEARER_ROWS) if scatters else 0
-        used = reference.expert_bounds(counts, M)[-1][1]
-        rest = (want[:limit, :N] == GUARD).all(1) if scatters else torch.arange(limit) >= used
-        rest &= torch.arange(limit) < (limit if scatters else M)
-        want[:limit, :N][rest] = 0
-    null, wide = torch.zeros(1, dtype=torch.int32), 2 if case["wide"] else 1
-    given = {
-        "x": x,
-        "w": w.codes.view(torch.uint8),
-        "w_scale": w.scale,
-        "y": y,
-        "m_sizes": counts.view(torch.int32),
-        "index": index.view(torch.int32),
-        "row_weights": row_weights,
-        "bias": bias,
-        "M": M,
-        "N": N,
-        "K": K,
-        "E": E,
-        "stride_x_m": x.stride(0),
-        "stride_y_m": y.stride(0),
-        "m_sizes_step": wide,
-        "index_step": wide,
-        "index_end": limit if fusion else 0,
-        "x_divisor": top_k,
-        "flags": flags,
-    }
-    given |= {} if fusion else {"index": null, "row_weights": null.float(), "bias": null.float()}
-    constants = registry.constants(spec, 89) | {"EXPERTS": FEW.value}
-    w8a8[(tiles,)](**{name: given[name] for name, _ in registry.arguments(spec)}, **constants)
-
-    found, touched = [], want != GUARD
-    if not torch.equal(y[~touched], torch.full_like(y[~touched], GUARD)):
-        found.append("memory around y")
-    if not torch.equal(y.isnan(), want.isnan()):
-        found.append(f"NaN: {int(y.isnan().sum())}, wanted {int(want.isnan().sum())}")
-    there = touched & ~want.isnan()
-    got, wanted = y.double()[there], want[there]
-    if not wanted.any():
-        found += ["what is to be zero"] if got.any() else []
-    elif not (error := float((got - wanted).norm() / wanted.norm())) < MOST[case["dtype"]]:
-        found.append(f"error {error}")
-    return found
+    spec = Spec(Op.FORWARD, DType(case["format"]), config, Layout.STORED, Fusion(case["fusion"]), 1)
+    return wrong(case, w8a8, spec, 89, on, MOST[case["dtype"]])
 
 
 if __name__ == "__main__":
