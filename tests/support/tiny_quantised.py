@@ -44,24 +44,22 @@ def fp8(folder: Path, seed: int = 0, **sizes: int) -> Pair:
     return _qwen3(folder, seed, config, encode, sizes)
 
 
-def int4(folder: Path, seed: int = 0, *, actorder: str | None = None, **sizes: int) -> Pair:
-    """Qwen3-MoE in int4 in groups of 32, as Kimi-K2-Thinking. ``sizes`` as of ``fp8``."""
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": 32,
-        "actorder": actorder,
-    }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    config = {
+def _compressed_tensors(packing: str, weights: dict[str, Any], x: dict[str, Any] | None = None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": x, "output_activations": None}
+    return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": packing,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": _OTHERS,
     }
+
+
+def int4(folder: Path, seed: int = 0, *, actorder: str | None = None, **sizes: int) -> Pair:
+    """Qwen3-MoE in int4 in groups of 32, as Kimi-K2-Thinking. ``sizes`` as of ``fp8``."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    weights["actorder"] = actorder
+    config = _compressed_tensors("pack-quantized", weights)
 
     def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8)
@@ -92,14 +90,14 @@ def awq(folder: Path, seed: int = 0) -> Pair:
     return _qwen3(folder, seed, config, encode)
 
 
-def gptq(folder: Path, seed: int = 0) -> Pair:
-    """Qwen3-MoE in GPTQ's symmetric int4 in groups of 128, as Qwen3-30B-A3B-GPTQ-Int4."""
+def gptq(folder: Path, seed: int = 0, *, sym: bool = True) -> Pair:
+    """Qwen3-MoE in GPTQ's int4 in groups of 128, as Qwen3-30B-A3B-GPTQ-Int4; zero points are stored less one."""
     others = {rf"-:.*{name}.*": {} for name in ("self_attn", r"mlp\.gate$", "lm_head")}
     config = {
         "quant_method": "gptq",
         "bits": 4,
         "group_size": 128,
-        "sym": True,
+        "sym": sym,
         "desc_act": False,
         "dynamic": others,
         "lm_head": False,
@@ -107,30 +105,28 @@ def gptq(folder: Path, seed: int = 0) -> Pair:
     }
 
     def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        code, scale = torch.randint(0, 16, (N, K)), (2.0 ** torch.randint(-6, -3, (N, K // 128))).bfloat16()
-        zero = torch.full((N, K // 128), 8)
+        code, zero, scale = _zero_points(N, K, 128)
+        if sym:
+            code, zero = torch.randint(0, 16, (N, K)), torch.full((N, K // 128), 8)
         named = {
             "qweight": words(code).mT.contiguous(),
-            "qzeros": words(zero.mT - 1),
+            "qzeros": words(zero.mT - 1 & 15),
             "scales": scale.mT.contiguous(),
-            "g_idx": (torch.arange(K) // 128).int(),
         }
-        return named, _values(code, zero, scale, 128)
+        return named | ({"g_idx": (torch.arange(K) // 128).int()} if sym else {}), _values(code, zero, scale, 128)
 
     return _qwen3(folder, seed, config, encode)
+
+
+def gptq_zero(folder: Path, seed: int = 0) -> Pair:
+    """``gptq`` with zero points (sym false)."""
+    return gptq(folder, seed, sym=False)
 
 
 def int4_zero(folder: Path, seed: int = 0, **sizes: int) -> Pair:
     """Qwen3-MoE in int4 in groups of 32, with every zero point, of compressed-tensors; ``sizes`` as of ``fp8``."""
     weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": _OTHERS,
-    }
+    config = _compressed_tensors("pack-quantized", weights)
 
     def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         code, zero, scale = _zero_points(N, K, 32)
@@ -169,32 +165,6 @@ def awq_words(nibbles: torch.Tensor) -> torch.Tensor:
     return words(nibbles, (0, 2, 4, 6, 1, 3, 5, 7))
 
 
-def gptq_zero(folder: Path, seed: int = 0) -> Pair:
-    """Qwen3-MoE in GPTQ's int4 in groups of 128 with zero points (sym false), stored less one."""
-    others = {rf"-:.*{name}.*": {} for name in ("self_attn", r"mlp\.gate$", "lm_head")}
-    config = {
-        "quant_method": "gptq",
-        "bits": 4,
-        "group_size": 128,
-        "sym": False,
-        "desc_act": False,
-        "dynamic": others,
-        "lm_head": False,
-        "checkpoint_format": "gptq",
-    }
-
-    def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        code, zero, scale = _zero_points(N, K, 128)
-        named = {
-            "qweight": words(code).mT.contiguous(),
-            "qzeros": words(zero.mT - 1 & 15),
-            "scales": scale.mT.contiguous(),
-        }
-        return named, _values(code, zero, scale, 128)
-
-    return _qwen3(folder, seed, config, encode)
-
-
 def compressed(folder: Path, how: str, seed: int = 0, *, x: dict[str, Any] | None = None, **sizes: int) -> Pair:
     """Qwen3-MoE as compressed-tensors has it: ``mxfp4``, ``mxfp8``, ``nvfp4``, ``fp8_block``, _channel or _tensor.
 
@@ -210,14 +180,7 @@ def compressed(folder: Path, how: str, seed: int = 0, *, x: dict[str, Any] | Non
         weights |= {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
     elif how == "fp8_block":
         weights["block_structure"] = [128, 128]
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": x, "output_activations": None}
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": packing,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": _OTHERS,
-    }
+    config = _compressed_tensors(packing, weights, x)
 
     def encode(N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         if how == "mxfp4":
