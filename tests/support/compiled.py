@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import triton
+
+from pretuned.aot.compile.triton import compile_variant
+from pretuned.kernels import registry
+from pretuned.kernels.arch import arch_of
+from pretuned.kernels.cost import rejection
+from pretuned.kernels.search import shared_bytes_at_least
+from pretuned.kernels.spec import Spec
+
+MOST_SPILLED_BYTES = 64
 
 
 def keep_compiled(patch: pytest.MonkeyPatch) -> list[Any]:
@@ -19,3 +29,21 @@ def keep_compiled(patch: pytest.MonkeyPatch) -> list[Any]:
 
     patch.setattr(triton, "compile", compiles)
     return kept
+
+
+def ptx_for_hopper(patch: pytest.MonkeyPatch, spec: Spec, maps: Mapping[str, tuple[int, int]]) -> str:
+    """The PTX of a variant for sm_90, once it is checked to fit an SM, and to have descriptors of its boxes.
+
+    ``maps`` has CUtensorMapDataType and the swizzle of each argument that may have one.
+    """
+    kept = keep_compiled(patch)
+    variant = compile_variant(spec, 90).variant
+    assert variant.spill_bytes <= MOST_SPILLED_BYTES
+    assert rejection(variant, arch_of(90)) is None
+    assert registry.unlaunchable(variant) is None
+    assert registry.undeclared(variant, arch_of(90).limits) is None
+    assert variant.shared_bytes >= shared_bytes_at_least(spec.op, spec.dtype, spec.config, 90)
+    found = {one.argument: (one.element, one.box, one.swizzle) for one in variant.tensor_maps}
+    assert found == {name: (maps[name][0], box, maps[name][1]) for name, box in registry.boxes(spec).items()}
+    text: str = kept[0].asm["ptx"]
+    return text

@@ -18,29 +18,38 @@ from pretuned.kernels.search import candidates, shared_bytes_at_least
 
 JOURNAL = Path(__file__).parents[3] / "benchmarks/results/quantised-h100.journal.xz"
 H100 = chip_named("NVIDIA H100 80GB HBM3")
-SIZES = [(128, 1536, 2048), (256, 4096, 7168), (8, 28672, 4096)]
-POOL = [
-    Resources(config, 384, shared_bytes_at_least(Op.FORWARD, DType.FP8_BLOCK, config, 90), 168)
-    for config in candidates(Op.FORWARD, DType.FP8_BLOCK, 90)
-]
+SIZES = [(128, 1536, 2048), (256, 4096, 7168), (128, 5120, 8192), (8, 28672, 4096)]
 
 
+def pool(dtype: DType) -> list[Resources]:
+    return [
+        Resources(config, 384, shared_bytes_at_least(Op.FORWARD, dtype, config, 90), 168)
+        for config in candidates(Op.FORWARD, dtype, 90)
+    ]
+
+
+POOL = pool(DType.FP8_BLOCK)
+each_dtype = pytest.mark.parametrize("dtype", [DType.FP8_BLOCK, DType.FP8_CHANNEL])
+
+
+@each_dtype
 @pytest.mark.parametrize(("E", "N", "K"), SIZES)
-def test_more_rows_never_take_much_less_time_nor_less_than_the_roofline(E: int, N: int, K: int) -> None:
+def test_more_rows_never_take_much_less_time_nor_less_than_the_roofline(E: int, N: int, K: int, dtype: DType) -> None:
     assert H100 is not None
-    problem = Problem(Op.FORWARD, DType.FP8_BLOCK, E, N, K)
-    for one in POOL:
+    problem = Problem(Op.FORWARD, dtype, E, N, K)
+    for one in pool(dtype):
         times = [estimate_us(problem, 1 << power, one, H100) for power in range(20)]
         assert all(0 < time < math.inf for time in times)
         assert all(more >= 0.9 * less for less, more in itertools.pairwise(times))
         assert times[-1] > 2 * (1 << 19) * N * K / (2 * H100.bf16_tflops * 1e6)  # fp8 has twice the rate
 
 
-def test_the_ranker_says_the_same() -> None:
+@each_dtype
+def test_the_ranker_says_the_same(dtype: DType) -> None:
     assert H100 is not None
-    problem = Problem(Op.FORWARD, DType.FP8_BLOCK, *SIZES[0])
-    ranked = Ranker(POOL, Op.FORWARD, DType.FP8_BLOCK, H100).rank(problem, 4096)
-    assert [us for us, _ in ranked] == sorted(estimate_us(problem, 4096, one, H100) for one in POOL)
+    problem, resources = Problem(Op.FORWARD, dtype, *SIZES[0]), pool(dtype)
+    ranked = Ranker(resources, Op.FORWARD, dtype, H100).rank(problem, 4096)
+    assert [us for us, _ in ranked] == sorted(estimate_us(problem, 4096, one, H100) for one in resources)
 
 
 def test_within_a_tenth_of_what_was_measured_in_the_mean() -> None:
