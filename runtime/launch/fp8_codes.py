@@ -20,7 +20,7 @@ from ..driver.device import current_stream, local_gpu, on, platform_supported
 from ..weights.expert_weights import ExpertWeights
 from ..weights.fp8_codes import ColumnCodes
 from . import rowops
-from .ready import Ready, kept, name_of, step_of
+from .product_kernels import ProductKernel, lookup, name_of, step_of
 
 if TYPE_CHECKING:
     from ..dispatch.snapshot import Usable
@@ -70,10 +70,10 @@ def grad_weight(dy: ColumnCodes, x: ColumnCodes, m_sizes: torch.Tensor, dw: torc
     addresses = (dw.data_ptr(), *(tensor.data_ptr() for codes in (dy, x) for tensor in codes[:2]))
     if not usable or not is_aligned(ALIGNMENT_BYTES, *addresses) or N % GROUP or K % GROUP:
         return False
-    ready = _ready(E, N, K, x.M, m_sizes)
-    if ready is None:
+    kernel = _kernel_for(E, N, K, x.M, m_sizes)
+    if kernel is None:
         return False
-    launch = ready.launcher
+    launch = kernel.launcher
     run = launch.bind(dw_flags=_RESULTS[dw.dtype] | (ADDS if accumulate else 0))
     of = {"dw": dw, "m_sizes": m_sizes, "dy": dy.codes, "x": x.codes, "dy_scale": dy.scale, "x_scale": x.scale}
     with on(dw.get_device()):
@@ -81,11 +81,11 @@ def grad_weight(dy: ColumnCodes, x: ColumnCodes, m_sizes: torch.Tensor, dw: torc
     return True
 
 
-def _ready(E: int, N: int, K: int, M: int, m_sizes: torch.Tensor) -> Ready | None:
+def _kernel_for(E: int, N: int, K: int, M: int, m_sizes: torch.Tensor) -> ProductKernel | None:
     """The kernel for dW of codes, and all like it."""
     device, bucket = m_sizes.get_device(), bucket_of(M)
 
-    def build() -> Ready | None:
+    def build() -> ProductKernel | None:
         from ..dispatch.decide import dW_of_codes  # here, as only a first launch needs them
         from . import gemm
         from .loader import load_first
@@ -101,9 +101,9 @@ def _ready(E: int, N: int, K: int, M: int, m_sizes: torch.Tensor) -> Ready | Non
         if kernel is None:
             return None
         launch = gemm.product_launcher(kernel, N=N, K=K, E=E, m_sizes_step=step_of(m_sizes))
-        return Ready(launch, name_of(problem, kernel))
+        return ProductKernel(launch, name_of(problem, kernel))
 
-    return kept(("dW of codes", E, N, K, m_sizes.dtype, bucket, device), build)
+    return lookup(("dW of codes", E, N, K, m_sizes.dtype, bucket, device), build)
 
 
 def blocks(

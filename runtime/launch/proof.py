@@ -27,6 +27,7 @@ from .. import self_tests
 from ..driver import cuda
 from ..driver.cuda import Unfinished
 from ..driver.device import device as device_of
+from ..weights.writing import without_kernels
 from . import gemm
 from .trials import TrialPlace, trial, trial_place
 
@@ -106,7 +107,7 @@ def tried(kernel: gemm.LoadedKernel) -> str | None:
 
     def work() -> None:
         try:
-            with trial_place(kernel.function.device) as here:
+            with without_kernels(), trial_place(kernel.function.device) as here:
                 outcome.set_result(_tried(kernel, here))
         except BaseException as error:
             outcome.set_exception(error)

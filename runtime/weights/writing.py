@@ -6,7 +6,9 @@ some for it, these write weights on a GPU. The bits are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -45,6 +47,23 @@ class WriteKernels(Protocol):
 
 
 kernels: WriteKernels | None = None  # runtime/api/expert_weights.py sets them
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Have torch write and read weights in this thread: a self-test of a kernel compares it with torch's results."""
+    _thread.by_torch = True
+    try:
+        yield
+    finally:
+        _thread.by_torch = False
+
+
+def _kernels() -> WriteKernels | None:
+    return None if getattr(_thread, "by_torch", False) else kernels
 
 
 def empty(format: str, E: int, N: int, K: int, device: torch.device) -> Quantised:
@@ -96,7 +115,8 @@ def check_numbers(format: str, w: torch.Tensor, scale_dtype: torch.dtype, *, pre
         for NaN, infinity, and a number whose scale would be too large for kernels of prepared weights or for fp16.
     """
     with torch.no_grad():
-        largest = kernels.most(w) if kernels is not None and w.is_cuda else None
+        able = _kernels()
+        largest = able.most(w) if able is not None and w.is_cuda else None
         if largest is None:
             largest = torch.stack([torch.stack(of_expert.aminmax()).abs().amax() for of_expert in w]).amax()
     most = float(largest.float())  # of float64, too
@@ -115,8 +135,8 @@ def check_numbers(format: str, w: torch.Tensor, scale_dtype: torch.dtype, *, pre
 
 def quantise_into(format: str, into: Quantised, w: torch.Tensor, *, prepared: bool, by_torch: bool = False) -> None:
     """Quantise w [E, N, K] into the tensors of weights in either layout; ``by_torch`` with no kernel."""
-    on_gpu = w.is_cuda and w.device == into.codes.device and not by_torch
-    if kernels is not None and on_gpu and kernels.quantise(format, into, w, prepared=prepared):
+    on_gpu, able = w.is_cuda and w.device == into.codes.device and not by_torch, _kernels()
+    if able is not None and on_gpu and able.quantise(format, into, w, prepared=prepared):
         for tensor in into:
             _written(tensor)
         return
@@ -141,12 +161,14 @@ def _written(tensor: torch.Tensor | None) -> None:
 
 def by_kernel(format: str, weights: Quantised, w: torch.Tensor, *, prepared: bool) -> bool:
     """Dequantise the weights to w [E, N, K] by a kernel; False if there is none."""
-    return kernels is not None and w.is_cuda and kernels.dequantise(format, weights, w, prepared=prepared)
+    able = _kernels()
+    return able is not None and w.is_cuda and able.dequantise(format, weights, w, prepared=prepared)
 
 
 def mover(format: str, codes: torch.Tensor | None) -> Mover | None:
     """The kernel that moves codes, if there is one. To find it may load and test code: hold no lock meanwhile."""
-    return None if kernels is None or codes is None or not codes.is_cuda else kernels.mover(format, codes)
+    able = _kernels()
+    return None if able is None or codes is None or not codes.is_cuda else able.mover(format, codes)
 
 
 def move_codes(
