@@ -1,0 +1,115 @@
+"""Training in fp8 on a GPU: row kernels' bits, dW's sums and a layer's gradients, against torch's of the same codes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from pretuned.runtime import grouped_gemm, moe_mlp, reuse_fp8_weights
+from pretuned.runtime.driver.device import local_gpu
+from pretuned.runtime.launch import fp8_codes as kernels
+from pretuned.runtime.weights import fp8_codes as by_torch
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or local_gpu(0).sm != 90, reason="needs a GPU of capability 9.0"
+)
+COUNTS = ([3, 0, 700, 1, 0, 127, 128, 129], [0] * 8, [1] + [0] * 7)
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().cuda()
+
+
+@pytest.mark.parametrize(("counts", "blocks"), itertools.product(COUNTS, (False, True)))
+def test_columns_have_torchs_bits(counts: list[int], blocks: bool) -> None:
+    M, C = sum(counts) + 5, 384
+    t, m_sizes = drawn(M, C), torch.tensor(counts, dtype=torch.int32, device="cuda")
+    t[:, 7] *= 3e4
+    for index in (None, torch.randperm(M, device="cuda", dtype=torch.int32)):
+        got = kernels.column_codes(t, m_sizes, index, 1, blocks=blocks)
+        want = by_torch.column_codes(t, m_sizes, index, 1, blocks=blocks)
+        assert got is not None
+        used = sum(-(-count // 128) for count in counts)
+        assert torch.equal(got.codes.view(torch.uint8)[:, : 128 * used], want.codes.view(torch.uint8)[:, : 128 * used])
+        assert torch.equal(got.scale[:used], want.scale[:used])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_both_ways_have_torchs_bits(dtype: torch.dtype) -> None:
+    w = drawn(5, 384, 640).to(dtype)
+    w[1, 130, 7], w[2, 0, 600] = float("nan"), float("inf")
+    both = kernels.blocks(w, along_k=True, along_n=True)
+    assert both is not None
+    for weights, matrix in zip(both, (w, w.transpose(1, 2)), strict=True):
+        codes, scale = by_torch.blocks(matrix)
+        assert weights is not None
+        assert torch.equal(weights.scale.isnan(), scale.isnan())
+        assert int(scale.isnan().sum()) == 2
+        assert torch.equal(weights.scale.nan_to_num(), scale.nan_to_num())
+        blocks = scale.isnan()[:, :, None, :, None].expand(-1, -1, 2, -1, 2).flatten(3, 4).flatten(1, 2)
+        whole = ~blocks.view(*weights.codes.shape[:3], *[1] * (weights.codes.dim() - 3)).expand_as(weights.codes)
+        assert torch.equal(weights.codes[whole], codes.view(weights.codes.dtype)[whole])
+
+
+@pytest.mark.parametrize(("counts", "dtype"), itertools.product(COUNTS, DTYPES))
+def test_dw_of_codes(counts: list[int], dtype: torch.dtype) -> None:
+    N, K, M = 384, 640, sum(counts)
+    m_sizes = torch.tensor(counts, dtype=torch.int64, device="cuda")
+    dy = by_torch.column_codes(drawn(max(M, 1), N), m_sizes)
+    x = by_torch.column_codes(drawn(max(M, 1), K, seed=1), m_sizes, blocks=True)
+    want = torch.zeros(len(counts), N, K, device="cuda")
+    by_torch.grad_weight(dy, x, m_sizes, want)
+    results = []
+    for _ in range(2):
+        dw = torch.full(want.shape, float("nan"), device="cuda", dtype=dtype)
+        assert kernels.grad_weight(dy, x, m_sizes, dw, accumulate=False)
+        results.append(dw)
+    assert torch.equal(*results)
+    assert off(results[0], want) < 2e-3
+    assert not results[0][m_sizes == 0].any()
+    assert kernels.grad_weight(dy, x, m_sizes, dw, accumulate=True)
+    assert off(dw, 2 * want) < 3e-3
+
+
+def test_nan_stays_in_its_expert() -> None:
+    counts, N, K = [200, 0, 70, 130], 256, 384
+    x, w = drawn(400, K).requires_grad_(), drawn(4, N, K, seed=1).requires_grad_()
+    m_sizes = torch.tensor(counts, dtype=torch.int32, device="cuda")
+    with torch.no_grad():
+        x[210] = float("nan")
+    y = grouped_gemm(x, w, m_sizes, precision="fp8")
+    dx, dw = torch.autograd.grad(y, (x, w), torch.ones_like(y))
+    rows = y.isnan().any(1)
+    assert rows.nonzero().tolist() == [[210]]
+    assert not dx.isnan().any()
+    assert dw.flatten(1).isnan().any(1).tolist() == [False, False, True, False]
+
+
+def test_a_layers_gradients_follow_bf16s_and_repeat() -> None:
+    E, H, I, T, k = 8, 512, 256, 1024, 2  # noqa: E741
+    hidden, up, down = drawn(T, H), drawn(E, 2 * I, H, seed=1) / 16, drawn(E, H, I, seed=2) / 16
+    ids = torch.stack([torch.randperm(E)[:k] for _ in range(T)]).cuda()
+    scores = torch.rand(T, k, device="cuda").requires_grad_()
+    inputs = [t.requires_grad_() for t in (hidden, up, down)] + [scores]
+
+    def step(**how: str) -> list[torch.Tensor]:
+        out = moe_mlp(hidden, up, down, ids, scores, **how)
+        return [out.detach(), *torch.autograd.grad(out, inputs, drawn(T, H, seed=3))]
+
+    plain, first, again = step(), step(precision="fp8"), step(precision="fp8")
+    with reuse_fp8_weights():
+        kept = [step(precision="fp8") for _ in range(2)]
+    for i, (a, b) in enumerate(zip(plain, first, strict=True)):
+        assert off(b, a) < 0.09, i
+    for other in (again, *kept):
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    with torch.no_grad():  # weights written in place: nothing old is used
+        up *= 2
+    assert off(step(precision="fp8")[0], step()[0]) < 0.09
