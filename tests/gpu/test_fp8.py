@@ -27,7 +27,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().cuda()
 
 
-@pytest.mark.parametrize(("counts", "blocks"), itertools.product(COUNTS, (False, True)))
+@pytest.mark.parametrize(("counts", "blocks"), list(itertools.product(COUNTS, (False, True))))
 def test_columns_have_torchs_bits(counts: list[int], blocks: bool) -> None:
     M, C = sum(counts) + 5, 384
     t, m_sizes = drawn(M, C), torch.tensor(counts, dtype=torch.int32, device="cuda")
@@ -58,7 +58,7 @@ def test_weights_both_ways_have_torchs_bits(dtype: torch.dtype) -> None:
         assert torch.equal(weights.codes[whole], codes.view(weights.codes.dtype)[whole])
 
 
-@pytest.mark.parametrize(("counts", "dtype"), itertools.product(COUNTS, DTYPES))
+@pytest.mark.parametrize(("counts", "dtype"), list(itertools.product(COUNTS, DTYPES)))
 def test_dw_of_codes(counts: list[int], dtype: torch.dtype) -> None:
     N, K, M = 384, 640, sum(counts)
     m_sizes = torch.tensor(counts, dtype=torch.int64, device="cuda")
