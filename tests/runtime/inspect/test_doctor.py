@@ -285,13 +285,16 @@ def test_an_output_that_is_full(unbuffered: str) -> None:
     assert (done.returncode, done.stderr) == (1, "pretuned: can't write the output: No space left on device\n")
 
 
+INTEGRATIONS = "integrations", "runtime/integrations"  # a package's name, and its folder
+
+
 @pytest.mark.slow  # two processes that import torch
 def test_a_clone_that_was_pulled_after_it_was_installed(tmp_path: Path) -> None:
     """The bundles that it holds compressed are read, not what an earlier commit's were unpacked to."""
     package = tmp_path / "site" / "pretuned"
-    for layer in ("artifacts", "kernels", "runtime"):
+    for name, layer in (*((name, name) for name in ("artifacts", "kernels", "runtime")), INTEGRATIONS):
         for path in (ROOT / layer).rglob("*.py"):
-            target = package / path.relative_to(ROOT)
+            target = package / name / path.relative_to(ROOT / layer)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
     (package / "__init__.py").write_bytes((ROOT / "package/__init__.py").read_bytes())
