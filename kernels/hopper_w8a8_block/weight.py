@@ -3,8 +3,9 @@
 A tile is 128 rows of dw by 256 columns, of which each of two warpgroups has 128. A step is 128 rows of an expert, in
 which each column of dy has a scale, and each 128 columns of x share one: a warpgroup has one scale of x. It multiplies
 the upper 64 rows of a step and adds the product, times its scales, to sums in fp32, as ``rows_w8a8`` does; then the
-lower 64 rows. Meanwhile the tensor cores multiply for the other warpgroup. A scale for each column of x would take two
-multiplications and a shared-memory read more for each sum: 1.3 x as long on an H200.
+lower 64 rows. Meanwhile the tensor cores multiply for the other warpgroup. A scale for each column of x would take one
+more multiplication for each product, and more of shared memory's bandwidth, which limits dW: 1.43 to 1.49 x as long on
+an H200 (docs/inside/trials.md, dw-of-codes).
 
 Results leave through TMA; those that are added to dw, or are fp32, through pointers.
 """
