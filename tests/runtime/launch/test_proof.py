@@ -31,9 +31,8 @@ from pretuned.runtime import explain, grouped_gemm, preload, reload, self_tests
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.driver import cuda
-from pretuned.runtime.launch import proof
+from pretuned.runtime.launch import loader, proof
 from pretuned.runtime.launch.gemm import LoadedKernel, load_kernel
-from pretuned.runtime.launch.loader import tested_on
 from pretuned.runtime.launch.rowops import launcher
 
 SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"
@@ -271,7 +270,7 @@ def test_shipped_code_for_tested_capabilities_is_judged_and_other_code_is_not() 
     for path in sorted(SHIPPED.glob("*.msgpack")):
         with open_bundle(path) as file:
             here = LocalGpu(file.target.sm, Gpu("a GPU", 100, 1 << 16, 13000))
-            found = {tested_on(file, i, one, here) for i, one in enumerate(file.variants())}
+            found = {loader.tested_on(file, i, one, here) for i, one in enumerate(file.variants())}
             assert found == (set(file.gpus) if file.gpus else {None}), path.name
             untested = path.stem == "weights-sm90"  # whose self-tests run before their first use
             assert bool(file.gpus) == (file.target.sm == 90 and not untested), path.name
@@ -287,11 +286,11 @@ def test_a_measured_choice_judges_its_variant_and_its_runner_up_alone(tmp_path: 
             with open_bundle(path) as file:
                 if asked:
                     file.find(host_problem())
-                found = [tested_on(file, i, one, there) for i, one in enumerate(file.variants())]
+                found = [loader.tested_on(file, i, one, there) for i, one in enumerate(file.variants())]
                 # What no choice names is run by this project's own tests on 9.0.
                 assert found == [there.gpu, there.gpu, None, there.gpu if sm == 90 else None]
                 for elsewhere in (ON_L40S, LocalGpu(86, there.gpu)):
-                    assert tested_on(file, 0, file.variant(0), elsewhere) is None
+                    assert loader.tested_on(file, 0, file.variant(0), elsewhere) is None
 
 
 def host_problem() -> Problem:
@@ -443,7 +442,7 @@ def test_a_pass_that_is_not_proven_is_asked_for_again_after_a_capture(machine: M
     assert machine.snapshot.passes == {}
     machine.capturing = False
     with open_bundle(machine.folder / "b.msgpack") as file:
-        assert tested_on(file, 0, combine[0], machine.local) is None
+        assert loader.tested_on(file, 0, combine[0], machine.local) is None
     assert launcher(RowOp.COMBINE, DType.FP32, 0, aligned=True) is not None
     assert [one.code.op for one in machine.tried] == [RowOp.COMBINE]
 
