@@ -172,25 +172,25 @@ def test_every_path_that_a_docstring_or_comment_names_exists() -> None:
         "[x](../docs/use/build.md#what-ships) and pretuned.aot.no_name",
     ],
 )
-def test_a_made_up_path_is_told_with_its_file_and_line(text: str) -> None:
+def test_a_made_up_path_is_reported_with_its_file_and_line(text: str) -> None:
     (missing,) = [one for one in in_page("docs/page.md", f"first\n{text}\n") if not one.exists]
     assert str(missing).startswith("docs/page.md:2: ")
     assert str(missing).endswith(" does not exist")
 
 
-def test_a_made_up_heading_is_told() -> None:
+def test_a_made_up_heading_is_reported() -> None:
     page = "# One\n\n## Two, and `three`\n\n[a](#two-and-three) [b](../README.md#quick-start) [c](#four)\n"
     missing = [str(one) for one in in_page("docs/page.md", page) if not one.exists]
     assert missing == ["docs/page.md:5: #four does not exist"]
 
 
-def test_a_made_up_path_in_code_is_told() -> None:
+def test_a_made_up_path_in_code_is_reported() -> None:
     source = '"""See docs/no.md."""\n\nX = "docs/text.md"  # and benchmarks/no.py\n'
     missing = {str(one) for one in in_module("aot/x.py", source) if not one.exists}
     assert missing == {"aot/x.py:1: docs/no.md does not exist", "aot/x.py:3: benchmarks/no.py does not exist"}
 
 
-def test_a_made_up_file_or_trial_in_code_is_told() -> None:
+def test_a_made_up_file_or_trial_in_code_is_reported() -> None:
     source = f'"""As rows.py and turns.py.\n\n(fused_moe.py; {TRIALS}, scatter-beside.)"""\n'
     source += f"# {TRIALS}, no-trial\n# {TRIALS}\n"
     missing = [str(one) for one in in_module("kernels/gluon/x.py", source) if not one.exists]

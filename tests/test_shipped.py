@@ -120,7 +120,7 @@ def test_which_there_are_and_how_large() -> None:
     assert sum(path.stat().st_size for path in CANDIDATES) < MOST_CANDIDATE_BYTES
 
 
-def test_each_is_what_the_repository_holds_pressed() -> None:
+def test_each_is_what_the_repository_holds_compressed() -> None:
     pressed = sorted(PRESSED.iterdir())
     assert [one.name for one in pressed] == [f"{path.name}.xz" for path in BUNDLES]
     for path, one in zip(BUNDLES, pressed, strict=True):
@@ -330,7 +330,7 @@ def test_every_specialised_kernel_was_right_on_the_gpu(name: str, journal: str, 
 
 
 @pytest.mark.slow
-def test_where_code_was_judged_is_told_by_few_of_its_choices() -> None:
+def test_where_code_was_tested_is_reported_by_few_of_its_choices() -> None:
     """A first call of a shape that no choice is for asks it, of code that the cost model has chosen."""
     found: dict[int, int] = {}
     with open_bundle(FOLDER / f"{CATALOGUE}.msgpack") as bundle:

@@ -80,7 +80,7 @@ def test_every_error_stands_on_the_page():
         '_log.log(level, "pretuned: a new trouble %s", x)',
     ],
 )
-def test_a_warning_that_is_not_there_is_told(source):
+def test_a_warning_that_is_not_there_is_reported(source):
     page = (ROOT / PAGE).read_text(encoding="utf-8")
     (told,) = missing(page, source, "x.py")
     assert "a new trouble" in told

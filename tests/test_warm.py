@@ -45,7 +45,7 @@ def test_it_is_as_in_an_interpreter_of_its_own(words: list[str], tmp_path: Path)
     assert (ours.returncode, ours.stdout, ours.stderr) == (own.returncode, own.stdout, own.stderr)
 
 
-def test_an_error_is_told_with_its_traceback() -> None:
+def test_an_error_is_reported_with_its_traceback() -> None:
     done = warm.run(["-c", "1 / 0"])
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"

@@ -303,7 +303,7 @@ def test_a_pin_covers_the_cubins_too(path):
         open_bundle(path, sha256=pin)
 
 
-def test_a_changed_cubin_is_told_when_it_is_read(path):
+def test_a_changed_cubin_is_reported_when_it_is_read(path):
     path.write_bytes(MEDIUM[:-1] + bytes((MEDIUM[-1] ^ 1,)))
     with open_bundle(path) as file:
         assert file.cubin(0) == golden_bundles.medium().cubins[0]

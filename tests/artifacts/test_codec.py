@@ -267,7 +267,7 @@ def test_decode_refuses(data):
         codec.decode(data, "b.msgpack")
 
 
-def test_each_digest_and_the_cubins_header_are_told_as_what_they_are():
+def test_each_digest_and_the_cubins_header_are_reported_as_what_they_are():
     wrong = bytearray(SMALL)
     wrong[40] ^= 1
     with pytest.raises(BundleCorrupt, match=r"header and index have sha256 \w{64}, header says \w{64}"):

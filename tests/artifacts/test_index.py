@@ -38,7 +38,7 @@ def test_a_glance_at_anything_is_gpus_or_nothing(tail, kept):
     assert glance_at_gpus(begin) is None or all(isinstance(one, Gpu) for one in glance_at_gpus(begin))
 
 
-def test_where_a_variant_was_judged():
+def test_where_a_variant_was_tested():
     """As the choices say it, whichever is asked first."""
     bundle = golden_bundles.medium()
     measured = {
@@ -58,7 +58,7 @@ def test_where_a_variant_was_judged():
         assert file.tested_on(0) is None
 
 
-def test_what_any_gpu_measured_was_judged_there():
+def test_what_any_gpu_measured_was_tested_there():
     bundle = golden_bundles.gpus()
     row = next(iter(bundle.choices.values()))
     assert [(one.bucket, one.gpu) for one in row] == [(1, None), (1, 0), (1, 1), (2, 0), (4, 1)]
@@ -71,7 +71,7 @@ def test_what_any_gpu_measured_was_judged_there():
 
 
 @pytest.mark.parametrize("record", [b"", b"\x90", b"\x91\x90", b"\xc0", b"\x91\x97\0\0\0\0\0\0"])
-def test_a_damaged_record_is_told_where_it_is_asked_where_a_variant_was_judged(record):
+def test_a_damaged_record_is_reported_where_it_is_asked_where_a_variant_was_tested(record):
     top, _ = craft.parts(MEDIUM)
     data = craft.changed(MEDIUM, problems=dict.fromkeys(top["problems"], record))
     with open_bytes(data, "made") as file, pytest.raises(BundleCorrupt, match=r"bundle 'made': .*choices 0"):
@@ -141,7 +141,7 @@ def test_any_driver_may_be_enough():
     assert codec.decode(codec.encode(bundle), "made").min_driver == 0
 
 
-def test_a_variant_that_does_not_begin_as_one_is_told() -> None:
+def test_a_variant_that_does_not_begin_as_one_is_reported() -> None:
     record = msgpack.packb({"kernel": "rows", "revision": 1, "abi": 1, "dtype": "bf16"})
     with pytest.raises(Malformed, match="variant does not begin with the keys kernel, revision, abi, op, dtype"):
         format.read_kind(record)
@@ -239,7 +239,7 @@ def test_models_and_problems_are_what_they_are(value):
                 read(craft.changed(MEDIUM, **{part: value}))
 
 
-def test_who_asked_for_choices_need_read_no_others_to_tell_where_they_were_judged():
+def test_who_asked_for_choices_need_read_no_others_to_tell_where_they_were_tested():
     bundle = golden_bundles.medium()
     pairs = [(problem, one) for problem, row in bundle.choices.items() for one in row if one.runner_up is not None]
     assert pairs
@@ -252,7 +252,7 @@ def test_who_asked_for_choices_need_read_no_others_to_tell_where_they_were_judge
         assert read == []
 
 
-def test_where_none_was_judged_each_row_is_read_once():
+def test_where_none_was_tested_each_row_is_read_once():
     """Also of a bundle without problems: there is no row to read."""
     file = open_bytes(MEDIUM, "b")
     with calls_of(format.read_measured) as read:

@@ -263,7 +263,7 @@ def test_root_with_a_users_home_leaves_nothing_there(home):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [".cache/pretuned", ".cache/pretuned/.pretuned.lock", ".cache"])
-def test_what_root_left_in_a_users_cache_is_told_with_the_fix(what, home):
+def test_what_root_left_in_a_users_cache_is_reported_with_the_fix(what, home):
     broken, overlay = home / what, home / ".cache" / "pretuned"
     overlay.mkdir(parents=True)
     (overlay / ".pretuned.lock").touch()

@@ -89,7 +89,7 @@ def test_others_can_not_write_it(tmp_path: Path, data: bytes) -> None:
         open_bundle(path)
 
 
-def test_code_is_pressed_harder_than_xz_does_unasked() -> None:
+def test_code_is_compressed_harder_than_xz_does_unasked() -> None:
     code = SHIPPED.read_bytes()[-400_000:]  # cubins lie behind the index
     pressed = packed.pack(code)
     assert len(pressed) < 0.97 * len(lzma.compress(code, preset=9 | lzma.PRESET_EXTREME))
@@ -189,13 +189,13 @@ def test_several_take_no_more_than_the_limit_of_one() -> None:
             whole(data, 86)
 
 
-def test_a_bundle_that_is_not_pressed_is_all_that_its_file_holds() -> None:
+def test_a_bundle_that_is_not_compressed_is_all_that_its_file_holds() -> None:
     assert members(SHIPPED) == (str(SHIPPED),)
     assert members(f"{SHIPPED}.xz#sm80") == (f"{SHIPPED}.xz#sm80",)
 
 
 @pytest.mark.slow
-def test_a_large_bundle_comes_in_few_pieces_and_is_told_where_it_is_cut_off() -> None:
+def test_a_large_bundle_comes_in_few_pieces_and_is_reported_where_it_is_cut_off() -> None:
     whole = SHIPPED.read_bytes()
     pressed = packed.pack(whole)
     pieces = [*packed.unpack(pressed, "it")]
@@ -208,7 +208,7 @@ def test_a_large_bundle_comes_in_few_pieces_and_is_told_where_it_is_cut_off() ->
         b"".join(packed.unpack(packed.pack(whole[:left]), "it"))
 
 
-def test_a_copy_is_told_by_its_digest(tmp_path: Path) -> None:
+def test_a_copy_is_reported_by_its_digest(tmp_path: Path) -> None:
     plain, compressed = tmp_path / "it.msgpack", tmp_path / "it.msgpack.xz"
     plain.write_bytes(of(80))
     compressed.write_bytes(packed.pack(of(80)))

@@ -180,7 +180,7 @@ def test_what_is_needed_where_too_many_files_are_open(number):
         assert too_many_open(other) == ""
 
 
-def test_what_the_system_refused_is_told_in_its_words(tmp_path):
+def test_what_the_system_refused_is_reported_in_its_words(tmp_path):
     with pytest.raises(HostError, match=r"b' \(4 bytes\): No such file or directory\. The directory '.*no' must exist"):
         publish(tmp_path / "no" / "b", b"data")
     with pytest.raises(HostError, match="embedded null byte"):

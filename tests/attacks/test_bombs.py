@@ -80,7 +80,7 @@ def peak_mib(read: Callable[[], object]) -> float:
         tracemalloc.stop()
 
 
-def test_a_pressed_bundle_takes_no_more_than_its_header_says(tmp_path: Path) -> None:
+def test_a_compressed_bundle_takes_no_more_than_its_header_says(tmp_path: Path) -> None:
     data = codec.encode(golden_bundles.small())
     bombs = {
         "it is no bundle: it begins with": (),
@@ -124,7 +124,7 @@ def test_a_window_beyond_the_limit_is_refused(tmp_path: Path) -> None:
         open_bundle(path)
 
 
-def test_a_pressed_bundle_of_a_later_format_is_told_at_once(tmp_path: Path) -> None:
+def test_a_compressed_bundle_of_a_later_format_is_reported_at_once(tmp_path: Path) -> None:
     data = codec.encode(golden_bundles.small())
     path = pressed(tmp_path / "one.msgpack.xz", data[:11] + (7).to_bytes(4, "big") + data[15:])
     with pytest.raises(BundleTooNew, match="format 7, this version reads 2"):

@@ -193,7 +193,7 @@ def test_the_longest_name_of_a_model_still_fits_an_overlay() -> None:
     codec.encode(tuner.joined(tuned, None))
 
 
-def test_a_pressed_bundle_takes_the_place_of_one_alone(tmp_path: Path) -> None:
+def test_a_compressed_bundle_takes_the_place_of_one_alone(tmp_path: Path) -> None:
     path = tmp_path / f"candidates{packed.SUFFIX}"
     check_out(path)
     path.write_bytes(packed.pack(b"a bundle before"))

@@ -424,7 +424,7 @@ def test_names_and_parts_that_are_none() -> None:
         assert not attempt({"experts.0.down_proj.weight": weight}, {"quant_method": "fp8"}, part)
 
 
-def test_what_each_is_told() -> None:
+def test_what_each_is_reported() -> None:
     meta = {**DOWN, f"{LAYER}.down_proj": torch.empty(2, 128, 128, dtype=FP8, device="meta")}
     assert "the tensors is partly on the meta device, wanted all with data, or all without" in refused(meta, BLOCKS)
     sparse = {**DOWN, f"{LAYER}.down_proj": torch.zeros(2, 2, 2).to_sparse()}

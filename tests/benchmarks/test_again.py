@@ -32,7 +32,7 @@ def part(path: Path, lines: int) -> Path:
     return path
 
 
-def test_the_second_times_are_told_by_what_the_first_duel_said(tool: ModuleType, tmp_path: Path) -> None:
+def test_the_second_times_are_reported_by_what_the_first_duel_said(tool: ModuleType, tmp_path: Path) -> None:
     journal = read_journal(part(tmp_path / "some.journal", 3000))
     with_duel = (one for one in journal.records if isinstance(one, Measured) and one.duel)
     first = next(one for one in with_duel if max(time.time_ns for time in one.timings) < LONG_NS)
@@ -55,7 +55,7 @@ def test_the_second_times_are_told_by_what_the_first_duel_said(tool: ModuleType,
     ]
 
 
-def test_journals_without_such_a_cell_are_told(
+def test_journals_without_such_a_cell_are_reported(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     once = part(tmp_path / "once.journal", 300)  # before any second look

@@ -69,7 +69,7 @@ def test_the_table_has_every_cell_that_is_compared(tools):
     ]
 
 
-def test_a_bad_line_is_told_of(tools, tmp_path):
+def test_a_bad_line_is_reported(tools, tmp_path):
     _, configs = tools
     table = tmp_path / "table.jsonl"
     good = {"model": "m", "gemm": "down", "op": "dW", "tokens": 8, "config": "128x192pp12"}

@@ -71,7 +71,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> object:
 @pytest.mark.parametrize(
     "format", ["mxfp4", "mxfp8", "int4_g32", "int4_g128", "int4_g128_zp", "fp8_block", "fp8_channel"]
 )
-def test_ours_is_measured_and_what_fails_is_told(tool: ModuleType, format: str) -> None:
+def test_ours_is_measured_and_what_fails_is_reported(tool: ModuleType, format: str) -> None:
     one = product(tool, format)
 
     def refuses(cell: object) -> dict[str, object]:
@@ -252,7 +252,7 @@ def test_marlin_has_zero_points_where_vllm_passes_them(
     assert given[25] is False  # is_zp_float
 
 
-def test_a_library_that_is_absent_is_told_in_every_cell(
+def test_a_library_that_is_absent_is_reported_in_every_cell(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tool.vllm_kernels, "package", lambda place: place)
@@ -316,7 +316,7 @@ def test_what_is_asked_for(tool: ModuleType, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.nightly
-def test_a_process_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_a_process_that_fails_is_reported_and_the_rest_goes_on(tmp_path: Path) -> None:
     """(There is no vLLM in the folder.)"""
     out = tmp_path / "o.jsonl"
     asked = ["--vllm", str(tmp_path), "--out", str(out), "--formats", "mxfp4", "--tokens", "1", "--budget", "100"]

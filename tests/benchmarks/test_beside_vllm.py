@@ -23,7 +23,7 @@ def tools() -> tuple[ModuleType, ModuleType, ModuleType]:
     return beside, beside_vllm, vllm_kernels
 
 
-def test_a_run_is_judged(tools):
+def test_a_run_is_tested(tools):
     beside, _, _ = tools
     cells = [
         beside.judged(
@@ -65,7 +65,7 @@ def test_a_run_is_judged(tools):
 
 
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12), block=st.sampled_from([16, 32, 64]))
-def test_every_row_stands_in_a_block_of_its_expert(tools, sizes, block):
+def test_every_row_is_in_a_block_of_its_expert(tools, sizes, block):
     """As moe_align_block_size has it: blocks of one expert each, filled up with M, then blocks of none."""
     _, _, kernels = tools
     M, E = sum(sizes), len(sizes)
@@ -139,7 +139,7 @@ def test_of_vllms_file_four_functions_are_run(tools, tmp_path):
     assert "something_that_is_not_here" not in sys.modules
 
 
-def test_another_vllm_is_told_of(tools, tmp_path):
+def test_another_vllm_is_reported(tools, tmp_path):
     _, _, kernels = tools
     unpacked(tmp_path, FILE.replace("def get_default_config", "def another_name"))
     with pytest.raises(ValueError, match="has no get_default_config: this is written for vLLM"):
@@ -204,7 +204,7 @@ def test_without_vllm_it_says_what_to_fetch(tmp_path):
 
 @pytest.mark.slow  # a process that imports torch
 @pytest.mark.parametrize("lacks", ["get_default_config", pytest.param("triton_kernels", marks=pytest.mark.slow)])
-def test_a_wheel_that_lacks_something_is_told_of(tmp_path, lacks):
+def test_a_wheel_that_lacks_something_is_reported(tmp_path, lacks):
     unpacked(tmp_path, FILE.replace(f"def {lacks}", "def another_name"))
     ended = warm.run([BENCHMARKS / "run.py", "beside_vllm", "--vllm", tmp_path])
     assert ended.returncode == 2

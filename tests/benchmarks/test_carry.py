@@ -70,7 +70,7 @@ def test_rules_are_of_names_that_can_be(tool: ModuleType) -> None:
     assert kernels.search(marlin.replace(b"bfloat16", b"float16"))
 
 
-def test_what_is_not_there_is_told(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_there_is_reported(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         tool.main(["unpack", str(tmp_path / "none.tar.xz"), "--to", str(tmp_path)])
     assert ended.value.code == 2

@@ -46,7 +46,7 @@ def test_ready_inputs_import_nothing_of_pretuned() -> None:
 
 
 @pytest.mark.parametrize("name", ["pretuned_bf16", "pretuned_fp8", "pretuned_mxfp4", "torch"])
-def test_steps_are_timed_and_each_call_is_judged(tool: ModuleType, libraries: ModuleType, name: str) -> None:
+def test_steps_are_timed_and_each_call_is_tested(tool: ModuleType, libraries: ModuleType, name: str) -> None:
     library = libraries.LIBRARIES[name](None)
     found = tool.steps(library, tool.work(library, [1, 16], tool.TINY, "cpu"), lambda: None)
     assert len(found["calls_s"]) == len(found["errors"]) == 4
@@ -54,7 +54,7 @@ def test_steps_are_timed_and_each_call_is_judged(tool: ModuleType, libraries: Mo
     assert not found["wrong"]
 
 
-def test_a_wrong_result_is_told(tool: ModuleType, libraries: ModuleType) -> None:
+def test_a_wrong_result_is_reported(tool: ModuleType, libraries: ModuleType) -> None:
     class Wrong(libraries.LIBRARIES["torch"]):  # type: ignore[misc]
         def arrange(self, weights: Any, cell: Any) -> Any:
             return lambda: torch.zeros(cell.M, cell.N)

@@ -23,7 +23,7 @@ def test_the_decisions_of_a_sample_are_those_of_its_file() -> None:
     assert decisions.differences(cells, reference) == []
 
 
-def test_a_decision_that_differs_is_told() -> None:
+def test_a_decision_that_differs_is_reported() -> None:
     before = {"a | 64 | H100 | aligned": {"kernel": "x:1", "silu k=1 checks=0": None}}
     assert decisions.differences(before, before) == []
     after = {"a | 64 | H100 | aligned": {"kernel": "x:1", "silu k=1 checks=0": "x:7"}}

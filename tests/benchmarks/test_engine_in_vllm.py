@@ -129,7 +129,7 @@ def test_ranks_share_a_port_and_their_speeds_add_up(tool: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_what_stopped_it_is_told(tool: ModuleType, tmp_path: Path) -> None:
+def test_what_stopped_it_is_reported(tool: ModuleType, tmp_path: Path) -> None:
     """(There is no vLLM in the folder.)"""
     (tmp_path / "vllm" / "model_executor").mkdir(parents=True)
     out = tmp_path / "runs.json"

@@ -70,7 +70,7 @@ def test_kernels_by_name_stay_behind(tool: ModuleType) -> None:
     assert codes(tool, tool.whole(rest, code, zstd)) == [[], [(CUBIN, 90, b"_Z3two")]]
 
 
-def test_what_is_not_of_one_file_is_told(tool: ModuleType) -> None:
+def test_what_is_not_of_one_file_is_reported(tool: ModuleType) -> None:
     zstd = tool.Zstd()
     rest, code = tool.cut(module([element(tool, CUBIN, 90, b"code" * 50)]), 90, zstd)
     with pytest.raises(ValueError, match="150 bytes of code are none that were cut from this file"):

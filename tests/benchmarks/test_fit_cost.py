@@ -96,7 +96,7 @@ def test_the_fit_sees_narrow_configs(tool: SimpleNamespace, K: int, less: bool) 
     assert all((ranked[len(wide) + i] < ranked[i]) is less for i in range(len(wide)))
 
 
-def test_the_fit_sees_tiles_that_are_dealt_out(tool: SimpleNamespace) -> None:
+def test_the_fit_sees_tiles_that_are_distributed(tool: SimpleNamespace) -> None:
     """Beside those of the same size that aren't, and of 192 columns."""
     cell = next(one for one in _cells(tool, Op.FORWARD) if one.tokens == 1024 and one.model == "qwen3-next")
     taken = [one for one in cell.variants if one.config.schedule.warp_specialized and one.config.block_n == 128]

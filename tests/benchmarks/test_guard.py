@@ -96,7 +96,7 @@ def test_the_table_tells_the_worst_first_and_what_else_runs(guard: ModuleType) -
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{}"])
-def test_what_is_no_record_is_told(
+def test_what_is_no_record_is_reported(
     guard: ModuleType,
     tmp_path: Path,
     text: str | None,

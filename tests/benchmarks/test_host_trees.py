@@ -44,13 +44,13 @@ def test_this_checkout_beside_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_call_that_is_none_is_told() -> None:
+def test_a_call_that_is_none_is_reported() -> None:
     done = run("--old", ROOT, "--without-gpu", "--only", "cal")
     assert done.returncode == 1
     assert done.stderr.startswith("no such call: cal; wanted of call, gather, ")
 
 
-def test_what_is_no_checkout_is_told(tmp_path: Path) -> None:
+def test_what_is_no_checkout_is_reported(tmp_path: Path) -> None:
     done = run("--old", tmp_path, "--without-gpu")
     assert done.returncode == 1
     assert done.stderr == f"{tmp_path} has no tests/support/emulated_driver.py: give a whole checkout\n"
@@ -62,7 +62,7 @@ def test_a_file_of_whole_processes_in_turn_is_read() -> None:
     assert [line.split()[-2] for line in table.splitlines() if line.startswith("ours")] == ["0.904"]
 
 
-def test_a_file_without_its_batches_is_told() -> None:
+def test_a_file_without_its_batches_is_reported() -> None:
     done = run("--table", RESULTS / "host-trees-h100.json")
     assert done.returncode == 1
     assert done.stderr.endswith("host-trees-h100.json has no batches any more, but its ratios as they were told\n")

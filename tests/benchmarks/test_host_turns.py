@@ -104,14 +104,14 @@ def test_cores_are_of_those_allowed() -> None:
         ("import os; os.kill(os.getpid(), 9)", "ended with -9"),
     ],
 )
-def test_one_that_does_not_start_is_told(started: Callable[..., Process], script: str, told: str) -> None:
+def test_one_that_does_not_start_is_reported(started: Callable[..., Process], script: str, told: str) -> None:
     seconds = 0.5 if "sleep" in script else 60
     with host_turns.running(lambda tree: started(tree, script), ("old",)) as one, pytest.raises(Ended) as error:
         one["old"].answer(seconds)
     assert f"the process of the old tree {told}" in str(error.value)
 
 
-def test_one_that_dies_in_a_batch_is_told_with_the_end_of_its_stderr(started: Callable[..., Process]) -> None:
+def test_one_that_dies_in_a_batch_is_reported_with_the_end_of_its_stderr(started: Callable[..., Process]) -> None:
     with host_turns.running(started) as two:
         for one in two.values():
             one.answer()

@@ -41,7 +41,7 @@ def test_a_summary_has_the_mean_and_the_lowest_with_its_model(tool: ModuleType) 
     ]
 
 
-def test_a_baseline_that_fails_or_is_wrong_is_told_and_has_no_time(tool: ModuleType) -> None:
+def test_a_baseline_that_fails_or_is_wrong_is_reported_and_has_no_time(tool: ModuleType) -> None:
     cell: dict[str, Any] = {}
     want = torch.ones(3)
     assert tool.compared("compiled", lambda: want * 1.001, want, cell)

@@ -38,7 +38,7 @@ def test_what_is_asked_for(tool: ModuleType, capsys: pytest.CaptureFixture[str])
         assert told in capsys.readouterr().err
 
 
-def test_tokens_that_a_call_wrote_over_are_told(tool: ModuleType) -> None:
+def test_tokens_that_a_call_wrote_over_are_reported(tool: ModuleType) -> None:
     """SGLang's Triton runner puts its result there by default, and its next call is of that."""
     x = torch.randn(3, 4)
     assert torch.equal(tool.result_of(lambda: x * 2, x), x * 2)
@@ -60,7 +60,7 @@ def test_the_time_of_a_far_result_is_not_kept(tool: ModuleType) -> None:
     assert not cell["us"]
 
 
-def test_a_layer_without_a_tuned_configuration_is_told(tool: ModuleType) -> None:
+def test_a_layer_without_a_tuned_configuration_is_reported(tool: ModuleType) -> None:
     untuned = tool.Untuned()
     log = logging.getLogger("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config")
     try:
@@ -89,7 +89,7 @@ def test_no_layer_that_was_measured_costs_over_3_percent(tool: ModuleType) -> No
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_is_told(tool: ModuleType, tmp_path: Path) -> None:
+def test_a_process_that_fails_is_reported(tool: ModuleType, tmp_path: Path) -> None:
     """(There is no SGLang in the folder.)"""
     (tmp_path / "sglang" / "srt").mkdir(parents=True)
     out = tmp_path / "cells.json"

@@ -206,7 +206,7 @@ def test_arguments_for_shared_experts_are_those_of_this_vllm(tool: ModuleType) -
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_is_told_and_the_rest_goes_on(
+def test_a_process_that_fails_is_reported_and_the_rest_goes_on(
     tool: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """(There is no vLLM in the folder.)"""

@@ -41,7 +41,7 @@ def report(kernel, write, read, severity="Error"):
 
 
 @pytest.mark.slow
-def test_what_was_told_has_an_order(shipped):
+def test_what_was_reported_has_an_order(shipped):
     found = judged(shipped, TOLD.read_text().splitlines())
     assert not found.wrong
     assert found.cubins == set(CUBINS.values())

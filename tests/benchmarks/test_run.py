@@ -37,7 +37,7 @@ def test_it_runs_one_by_its_name() -> None:
     assert done.stdout.startswith("usage: run.py kinds ")
 
 
-def test_another_name_is_told() -> None:
+def test_another_name_is_reported() -> None:
     done = run("kernel")
     assert done.returncode == 1
     assert done.stderr.startswith("'kernel' is no benchmark: wanted one of again, batch_invariant")

@@ -103,7 +103,7 @@ def test_marlins_list_keeps_a_kinds_kernels(tool: ModuleType) -> None:
     assert "MXFP4_GET_IF(host::kFE2M1f)" in tool.fewer(MARLIN, "mxfp4")[0]
 
 
-def test_sources_without_that_list_are_told(tool: ModuleType, tmp_path: Path) -> None:
+def test_sources_without_that_list_are_reported(tool: ModuleType, tmp_path: Path) -> None:
     for one in ("marlin", "marlin_moe"):
         (tmp_path / "gemm" / one).mkdir(parents=True)
     (tmp_path / tool.MARLIN).write_text("void another();")

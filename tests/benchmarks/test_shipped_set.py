@@ -106,7 +106,7 @@ def test_json_has_it_all(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, caps
     assert f"{told['choices']} choices, by more than noise: {over} take over 2 %" in capsys.readouterr().out
 
 
-def test_a_journal_of_other_cells_is_told(
+def test_a_journal_of_other_cells_is_reported(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal = tmp_path / "some.journal"  # its first 2,000 of 69,000 records

@@ -193,7 +193,7 @@ def test_a_call_that_fails(cold: Cold, where: str) -> None:
         assert cold.failed(calls[name], ERRORS[name][-1]) == [], calls[name]
 
 
-def test_an_entry_that_can_not_be_read_again_is_told_as_that(cold: Cold) -> None:
+def test_an_entry_that_can_not_be_read_again_is_reported_as_that(cold: Cold) -> None:
     last = cold.cold_calls()[-1]
     assert (last.name, Path(last.path).suffix) == ("open", ".bin")
     assert cold.failed(last, "EROFS") == []

@@ -41,7 +41,7 @@ SHIPPED = shipped()
 pytestmark = pytest.mark.skipif(SHIPPED is None, reason="needs a GPU that a bundle ships for")
 
 
-def test_a_driver_that_is_too_old_is_told_before_anything_is_loaded(
+def test_a_driver_that_is_too_old_is_reported_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert SHIPPED is not None

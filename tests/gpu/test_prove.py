@@ -222,7 +222,7 @@ def test_without_the_proof_it_would_have_run(machine: Machine, monkeypatch: pyte
     assert machine.tried == 0
 
 
-def test_a_graph_capture_uses_nothing_that_is_not_proven(machine: Machine) -> None:
+def test_a_graph_capture_uses_nothing_that_is_not_tested(machine: Machine) -> None:
     x, w, m_sizes = operands()
     ends = m_sizes.cumsum(0).to(torch.int32)
     torch._grouped_mm(x, w.transpose(1, 2), offs=ends)  # torch's own first call is no part of the graph

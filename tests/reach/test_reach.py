@@ -26,7 +26,7 @@ def report(lines: list[int], ways: list[list[int]]) -> dict[str, object]:
     return {"files": {FILE: {"missing_lines": lines, "missing_branches": ways}}}
 
 
-def test_each_line_and_way_that_is_not_reached_is_told() -> None:
+def test_each_line_and_way_that_is_not_reached_is_reported() -> None:
     assert list(faults(report([], []), {})) == []
     assert list(faults(report([5], [[5, 6], [5, -1]]), {})) == [f"{FILE}:5: is not reached: {LINE}"]
     assert list(faults(report([], [[5, 6], [5, -1]]), {})) == [
@@ -90,7 +90,7 @@ def test_a_mutant_is_the_file_with_one_thing_changed() -> None:
 
 
 @pytest.mark.slow  # several runs of pytest
-def test_mutants_are_judged_by_their_tests() -> None:
+def test_mutants_are_tested_by_their_tests() -> None:
     """Those of one small file, in a process that has not imported the product; no change at all lives."""
     code = """
 from tests.reach import chosen, mutants

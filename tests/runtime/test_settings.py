@@ -49,7 +49,7 @@ def test_any_other_value_is_on_and_warns(value: str, caplog: pytest.LogCaptureFi
     assert f"PRETUNED_STRICT={value!r}" in caplog.text
 
 
-def test_of_a_long_value_some_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_of_a_long_value_some_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert read({"PRETUNED_STRICT": "x" * 100_000}).strict
     assert f"PRETUNED_STRICT='{'x' * 60}' is neither" in caplog.text
 

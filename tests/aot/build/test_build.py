@@ -178,7 +178,7 @@ def test_the_same_bytes_from_any_number_of_workers_place_zone_seed_and_user(
         assert (home / "out" / f"pretuned-sm{sm}.msgpack").read_bytes() == codec.encode(bundles[sm])
 
 
-def test_failed_variants_are_told_and_not_fatal(options: Make, small_plan: BuildPlan) -> None:
+def test_failed_variants_are_reported_and_not_fatal(options: Make, small_plan: BuildPlan) -> None:
     def aligned(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
         return (Config(16, 32, 64, 4, 2), Config(16, 32, 64, 4, 5))
 
@@ -402,7 +402,7 @@ def test_a_second_build_in_the_same_directory_waits_and_says_for_whom(
     assert (out / "pretuned-sm80.msgpack").exists()
 
 
-def test_a_directory_that_cannot_be_made_is_told_before_any_work(
+def test_a_directory_that_cannot_be_made_is_reported_before_any_work(
     options: Make, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")

@@ -214,6 +214,6 @@ def test_out_of_time_the_cells_that_are_left_run_as_before(
     assert all(before[cell] == after[cell] for cell in before if cell not in known)
 
 
-def test_a_reason_that_variants_share_is_told_once() -> None:
+def test_a_reason_that_variants_share_is_reported_once() -> None:
     told = ("a for sm_90: no Triton: install it", "b for sm_90: no Triton: install it", "c: spilled", "it fails")
     assert _shared(told) == ["a for sm_90 and 1 more: no Triton: install it", "c: spilled", "it fails"]

@@ -101,7 +101,7 @@ def test_the_choices_of_every_gpu_are_kept(both: Bundle) -> None:
         ]
 
 
-def test_what_the_bundle_lacks_is_told(both: Bundle) -> None:
+def test_what_the_bundle_lacks_is_reported(both: Bundle) -> None:
     done = prune(both, planned(SMALL.replace("1..64", "1..128")), "both")
     assert set(done.missing.values()) == {(256,)}
     assert set(done.missing) == set(planned(SMALL).problems)
@@ -121,7 +121,7 @@ def test_what_the_bundle_lacks_is_told(both: Bundle) -> None:
         (SMALL.replace("1..64", "1024..2048"), OPS),
     ],
 )
-def test_a_model_that_it_has_otherwise_is_told_as_it_has_it(both: Bundle, model: str, ops: tuple[Op, ...]) -> None:
+def test_a_model_that_it_has_otherwise_is_reported_as_it_has_it(both: Bundle, model: str, ops: tuple[Op, ...]) -> None:
     wanted = r"was built for small tp=1 ep=1 bf16 \(forward, dX, M near 2\.\.128\)\. aot build"
     with pytest.raises(InputError, match=wanted):
         prune(both, planned(model, ops=ops), "both")

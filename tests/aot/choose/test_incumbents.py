@@ -261,7 +261,7 @@ def test_the_line_tells_what_is_faster() -> None:
     )
 
 
-def test_it_is_told_by_the_times_of_the_journal(there: Incumbents) -> None:
+def test_it_is_reported_by_the_times_of_the_journal(there: Incumbents) -> None:
     plan = BuildPlan({ONE: (32, 64, 128)}, ())
     running = there.running(plan.buckets, ON_H200)
     candidates = candidates_of("own").with_others(there.codes(plan.problems, 90))

@@ -70,7 +70,7 @@ def test_merge(aot, here, put, small_bundle):
     }
 
 
-def test_each_gpu_s_choices_are_told_apart(aot, put):
+def test_each_gpu_s_choices_are_distinguished(aot, put):
     """Merged, listed, compared, and put back into the same bytes."""
     one = put("one", lambda base: chosen(base, cells(base, 0, 3_000, H100)))
     two = put("two", lambda base: chosen(base, cells(base, 1, 2_000, H200)))

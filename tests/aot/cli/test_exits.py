@@ -169,7 +169,7 @@ except KeyboardInterrupt:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
-def test_a_pipe_that_broke_elsewhere_is_told() -> None:
+def test_a_pipe_that_broke_elsewhere_is_reported() -> None:
     with pytest.raises(errors.HostError, match="ended early"), quiet_without_reader():
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 

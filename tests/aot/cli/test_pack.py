@@ -55,7 +55,7 @@ def test_a_package_has_its_bundles_in_one_order(bundle, here):
     assert (found.module, found.targets, tag(found)) == ("acme_moe_kernels", ("sm_80",), "1.0_h100")
 
 
-def test_a_directory_that_the_runtime_would_refuse_is_told(aot, here, bundle):
+def test_a_directory_that_the_runtime_would_refuse_is_reported(aot, here, bundle):
     (here / "open").mkdir()
     (here / "open").chmod(0o777)
     ended = aot("pack", bundle, "--dir", "open")
@@ -416,7 +416,7 @@ def test_an_index_of_an_image_that_can_not_be_read_whole(aot_process, here, bund
     assert "'image' holds something other than an OCI image layout and is left as it is" in ended.err
 
 
-def test_no_digest_is_told_whole_unasked(aot, bundle):
+def test_no_digest_is_reported_whole_unasked(aot, bundle):
     ended = aot("pack", bundle, "--oci", "image", "--name", "acme")
     assert ended.code == 0, ended.err
     assert re.search(r"sha256:[0-9a-f]{12} \(--json has it whole\)", ended.out)

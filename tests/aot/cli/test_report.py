@@ -78,7 +78,7 @@ def test_a_journal_and_both(aot, here, journal, small_bundle):
     assert (told["cells"], told["modelled"]) == (56, 56)
 
 
-def test_damaged_records_are_told(aot, here, journal):
+def test_damaged_records_are_reported(aot, here, journal):
     data = bytearray((here / journal).read_bytes())
     data[-20] ^= 1
     (here / journal).write_bytes(data)

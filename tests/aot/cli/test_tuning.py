@@ -134,7 +134,7 @@ def test_compile_here_build_from_a_journal(aot: Aot, here: Path, candidates: Pat
         (("compile", "--models", MODEL, "--sm", "90", "-o", "notes.txt"), 2, "is there and is no bundle"),
     ],
 )
-def test_mistakes_are_told_in_one_message(
+def test_mistakes_are_reported_in_one_message(
     aot: Aot, here: Path, candidates: Path, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
     (here / "notes.txt").write_text("precious")
@@ -166,7 +166,7 @@ def test_a_journal_of_another_gpu_or_code_is_refused(aot: Aot, here: Path, candi
     assert "measured on sm_90, the candidates are for sm_80" in done.err
 
 
-def test_a_journal_that_cannot_serve_is_told_before_anything_is_compiled(
+def test_a_journal_that_cannot_serve_is_reported_before_anything_is_compiled(
     aot: Aot, here: Path, candidates: Path
 ) -> None:
     write_journal(here / "h200.journal", candidates)
@@ -192,7 +192,7 @@ def test_a_journal_that_nobody_named_and_that_cannot_serve_is_not_used(
     assert "choices are modelled" in done.out
 
 
-def test_damaged_records_of_a_journal_are_told(aot: Aot, here: Path, candidates: Path) -> None:
+def test_damaged_records_of_a_journal_are_reported(aot: Aot, here: Path, candidates: Path) -> None:
     write_journal(here / "h200.journal", candidates)
     lines = (here / "h200.journal").read_bytes().split(b"\n")
     lines[1] = lines[1].replace(b"measured", b"messured")
@@ -202,7 +202,7 @@ def test_damaged_records_of_a_journal_are_told(aot: Aot, here: Path, candidates:
     assert "journal 'h200.journal': 1 damaged records are left out" in done.err
 
 
-def test_a_journal_of_other_models_is_told(aot: Aot, here: Path, candidates: Path, cache: Path) -> None:
+def test_a_journal_of_other_models_is_reported(aot: Aot, here: Path, candidates: Path, cache: Path) -> None:
     write_journal(here / "h200.journal", candidates)
     other = MODEL.replace("H=256", "H=512")
     done = aot("build", "--models", other, "--sm", "90", "-J", "h200.journal", "--out", "out", "--cache-dir", cache)

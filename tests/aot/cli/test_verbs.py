@@ -347,7 +347,7 @@ def test_inspect_as_a_table(aot, small_bundle):
 
 
 @pytest.mark.parametrize("columns", ["", "40", "80", "120"])
-def test_what_is_told_of_a_bundle_fits(aot, small_bundle, monkeypatch, columns):
+def test_what_is_reported_a_bundle_fits(aot, small_bundle, monkeypatch, columns):
     """And no digest is printed whole that nobody asked for."""
     monkeypatch.setenv("COLUMNS", columns)
     name = small_bundle.name

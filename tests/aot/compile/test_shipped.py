@@ -118,7 +118,7 @@ def test_what_is_no_code_for_the_capability_is_not(
 
 
 @pytest.mark.parametrize("damage", ["cut", "writable"])
-def test_a_file_that_can_not_be_used_is_told(tmp_path: Path, bundle: Bundle, damage: str) -> None:
+def test_a_file_that_can_not_be_used_is_reported(tmp_path: Path, bundle: Bundle, damage: str) -> None:
     data = pressed(bundle)
     places = installed(tmp_path, data[:-100] if damage == "cut" else data)
     if damage == "writable":

@@ -25,7 +25,7 @@ FITTED = SPEC._replace(config=SPEC.config._replace(rows=TileRows.FITTED, block_n
 
 
 @pytest.mark.parametrize("spec", [SPEC, PASS, FITTED])
-def test_what_the_compiler_is_told_is_in_the_name_of_a_cached_cubin(spec: Spec | RowOpSpec) -> None:
+def test_what_the_compiler_is_reported_is_in_the_name_of_a_cached_cubin(spec: Spec | RowOpSpec) -> None:
     """No kernel's source changes with it, so a cubin of before would be taken for one of now."""
     inputs = inputs_of(spec, 90)
     others = {"constants": {"SLOTS": 7}, "divisible": {"M": 7}}

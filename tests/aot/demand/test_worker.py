@@ -120,7 +120,7 @@ def test_where_nothing_compiles_what_ships_is_measured(
 
 
 @pytest.mark.parametrize("error", [CompileError("no barrier"), HostError("no Triton here")])
-def test_where_there_is_nothing_at_all_the_reason_is_told(
+def test_where_there_is_nothing_at_all_the_reason_is_reported(
     unknown: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     nothing_compiles(monkeypatch, error)
@@ -156,7 +156,7 @@ def test_what_only_the_callers_process_has_is_held_against(
         assert opened.digest.hex()[:16] in again.producer.held_against
 
 
-def test_what_runs_instead_is_told(layer: BuildPlan, unknown: BuildPlan) -> None:
+def test_what_runs_instead_is_reported(layer: BuildPlan, unknown: BuildPlan) -> None:
     told = tuner._instead(layer.buckets, ON_H200)
     assert told.startswith("what runs instead is the ordinary choice, of catalogue-")
     cells = sum(map(len, unknown.buckets.values()))

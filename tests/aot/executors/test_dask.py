@@ -187,7 +187,7 @@ def test_it_measures_every_cell_once(cluster: Cluster, candidates: Path, small_p
     assert (again.in_journal, again.measured) == (small_plan.choices, 0)
 
 
-def test_a_variant_that_ends_its_process_is_told_and_costs_no_dask_worker(
+def test_a_variant_that_ends_its_process_is_reported_and_costs_no_dask_worker(
     cluster: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
     before = workers_of(cluster)
@@ -417,7 +417,7 @@ def test_without_a_fitting_worker_it_says_how_to_start_one(lone: Cluster, candid
         ("build", ("--executor", "dask://127.0.0.1:1"), 1, "no Dask scheduler answers there within 15 s"),
     ],
 )
-def test_mistakes_are_told_in_one_message(
+def test_mistakes_are_reported_in_one_message(
     candidates: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

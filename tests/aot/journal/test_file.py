@@ -160,7 +160,7 @@ def test_a_journal_of_other_routings_is_read_and_not_gone_on_with(tmp_path: Path
 
 
 @pytest.mark.parametrize("routings", [None, [], "skewed", [1], ["\n"]])
-def test_routings_that_are_none_are_told(tmp_path: Path, routings: object) -> None:
+def test_routings_that_are_none_are_reported(tmp_path: Path, routings: object) -> None:
     path = tmp_path / "journal"
     with open_journal(path, HEADER):
         pass
@@ -233,7 +233,7 @@ def test_another_file_of_the_locks_name_is_refused_and_left_alone(tmp_path: Path
         pass
 
 
-def test_a_later_format_and_a_missing_file_are_told(tmp_path: Path) -> None:
+def test_a_later_format_and_a_missing_file_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     text = b'{"record":"header","format":2}'
     path.write_bytes(b"%08x %s\n" % (zlib.crc32(text), text))

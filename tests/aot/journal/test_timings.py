@@ -323,7 +323,7 @@ def test_more_rounds_together_count_more_than_a_duel_of_fewer(model_first: int) 
     assert chosen([of_rounds(3, lost), alone]).time_ns == 50_000
 
 
-def test_drivers_are_told_apart() -> None:
+def test_drivers_are_distinguished() -> None:
     first = record({0: 10_000}, 0)
     second = replace(record({0: 11_000}, 0, bucket=128), driver=13020)
     evidence = Timings.of(Contents(Header(90, H200, ()), (second, first), 0, 0))

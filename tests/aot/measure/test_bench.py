@@ -24,7 +24,7 @@ class Told:
 @pytest.mark.parametrize(
     ("us", "first", "quick"), [(10.0, 20, 8), (1000.0, 10, 4), (2000.0, 5, 3), (9000.0, 5, 3), (20_000.0, 3, 3)]
 )
-def test_a_second_look_takes_three_times_as_many_rounds_and_a_quick_one_fewer(
+def test_a_second_pass_takes_three_times_as_many_rounds_and_a_quick_one_fewer(
     us: float, first: int, quick: int
 ) -> None:
     bench = object.__new__(Bench)  # that of a GPU starts it

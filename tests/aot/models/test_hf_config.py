@@ -270,7 +270,7 @@ NO_DTYPE = {name: value for name, value in QWEN3.items() if name != "torch_dtype
         {"model_type": "x_vl", "text_config": NO_DTYPE, "dtype": "float16"},
     ],
 )
-def test_fp16_checkpoint_is_told(config: Mapping[str, object]) -> None:
+def test_fp16_checkpoint_is_reported(config: Mapping[str, object]) -> None:
     layer, (remark,) = layer_of(config, "c")
     assert layer == QWEN3_LAYER
     assert "dtype=fp16" in remark

@@ -189,7 +189,7 @@ def test_whatever_the_sizes_the_published_format_is_built() -> None:
     assert loaded.notes == ()
 
 
-def test_a_dtype_goes_before_the_format_and_is_told() -> None:
+def test_a_dtype_goes_before_the_format_and_is_reported() -> None:
     loaded = load_models(["deepseek-ai/DeepSeek-R1 dtype=fp16", "Qwen/Qwen3-30B-A3B-FP8 dtype=fp16"])
     assert {(one.weights, one.dtypes, one.instead) for one in loaded.shapes} == {(("fp8_block",), (DType.FP16,), ())}
     assert loaded.notes == (
@@ -256,7 +256,7 @@ def test_every_kind_of_experts_is_built() -> None:
 
 
 @pytest.mark.parametrize("model", ["ibm-research/moe-7b-1b-active-shared-experts", "Zyphra/ZAYA1-8B"])
-def test_sizes_that_nobody_published_are_told(model: str) -> None:
+def test_sizes_that_nobody_published_are_reported(model: str) -> None:
     (note,) = load_models([model]).notes
     assert "class's defaults, maybe not the checkpoint's: give its config.json" in note
 

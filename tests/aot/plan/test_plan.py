@@ -178,7 +178,7 @@ def test_contradictions(change: dict[str, object], message: str) -> None:
     assert message in problem
 
 
-def test_unaligned_shards_are_told() -> None:
+def test_unaligned_shards_are_reported() -> None:
     def told(*specs: str) -> list[str]:
         return [*unaligned(load_models(specs).shapes)]
 
@@ -261,7 +261,7 @@ def test_sizes_that_are_no_whole_blocks_are_read_as_they_are_stored(
 
 
 @pytest.mark.parametrize("sm", [80, 90])
-def test_more_experts_than_code_of_codes_counts_have_what_stands_in(sm: int) -> None:
+def test_more_experts_than_code_of_codes_counts_have_a_replacement(sm: int) -> None:
     """A layer of Kimi-K3 that is not split by experts has 896."""
     (whole, split) = load_models(["moonshotai/Kimi-K3 ep=1,8"]).shapes
     assert {one.dtype for one in planned_on(plan([whole]), [sm]).problems} == {DType.BF16}
@@ -356,7 +356,7 @@ def coded(*ops: Op) -> LayerShard:
     )
 
 
-def test_a_capability_without_code_for_the_published_format_has_what_stands_in() -> None:
+def test_a_capability_without_code_for_the_published_format_has_a_replacement() -> None:
     codes = DType.FP8_BLOCK  # of x, too: not every GPU multiplies them
     made = plan([replace(coded(Op.FORWARD), dtypes=(codes,))])
     assert {one.dtype for one in planned_on(made, [90]).problems} == {codes}
@@ -375,14 +375,14 @@ def test_a_capability_without_code_for_the_published_format_has_what_stands_in()
         )
 
 
-def test_what_stands_in_for_one_spec_may_be_another_s_own() -> None:
+def test_what_replaces_one_spec_may_be_another_s_own() -> None:
     other = replace(QWEN3, ops=(Op.FORWARD,), dtypes=(DType.BF16,), tokens=(64, 64))
     made = planned_on(plan([coded(Op.FORWARD), other]), [90])
     plain = {one: buckets for one, buckets in made.buckets.items() if one.dtype is DType.BF16}
     assert set(plain.values()) == {(512,)}, "none of the rows that mxfp4 has there"
 
 
-def test_what_is_built_of_a_quantised_checkpoint_is_told_in_a_line_each() -> None:
+def test_what_is_built_of_a_quantised_checkpoint_is_reported_in_a_line_each() -> None:
     wanted = [coded(Op.FORWARD), replace(coded(*Op), name="other"), replace(QWEN3, name="plain")]
     ops = [op for op in Op if candidates(op, DType.MXFP4, 90)]
     rest = " or ".join(op.value for op in Op if op not in ops)

@@ -92,7 +92,7 @@ def test_refused(text: str, message: str) -> None:
     assert "Supported: 80, 86, 87, 89, 90, 100, 103, 120, 121, native" in str(caught.value)
 
 
-def test_every_mistake_is_told() -> None:
+def test_every_mistake_is_reported() -> None:
     with pytest.raises(InputError, match=r"'75'.*'x'.*'101'"):
         parse_sm("75,x,80,101", must_not_be_asked)
 

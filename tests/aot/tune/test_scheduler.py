@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
     ("run", "kind"),
     [(faketimer.wrong, WRONG), (faketimer.faults, FAULT), (faketimer.dies, DIED), (faketimer.hangs, HUNG)],
 )
-def test_a_variant_that_misbehaves_is_told_skipped_and_never_ships(
+def test_a_variant_that_misbehaves_is_reported_skipped_and_never_ships(
     mine: Path, small_plan: BuildPlan, tmp_path: Path, run: Callable[[Setup, MeasureJob], MeasureResult], kind: str
 ) -> None:
     journal = tmp_path / "h200.journal"
@@ -86,7 +86,7 @@ def test_a_gpu_that_never_starts_is_the_machines_fault(mine: Path, small_plan: B
         tune_problems(small_plan.buckets, mine, tmp_path / "h200.journal", executors=here)
 
 
-def test_a_worker_that_dies_before_it_takes_its_job_is_told_as_one_that_died(
+def test_a_worker_that_dies_before_it_takes_its_job_is_reported_as_one_that_died(
     mine: Path, small_plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = "import os, sys\nif any('spawn_main' in one for one in sys.orig_argv):\n    os.kill(os.getpid(), 9)\n"
@@ -99,7 +99,7 @@ def test_a_worker_that_dies_before_it_takes_its_job_is_told_as_one_that_died(
         tune_problems(small_plan.buckets, mine, tmp_path / "h200.journal", executors=here)
 
 
-def test_a_worker_that_dies_between_two_jobs_is_told_as_one_that_died(mine: Path, small_plan: BuildPlan) -> None:
+def test_a_worker_that_dies_between_two_jobs_is_reported_as_one_that_died(mine: Path, small_plan: BuildPlan) -> None:
     problem, buckets = next(iter(small_plan.buckets.items()))
     job = MeasureJob(problem, buckets[0], (1,))
     with gpus(mine, run=faketimer.dies_afterwards) as (gpu,):

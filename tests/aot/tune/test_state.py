@@ -102,7 +102,7 @@ def test_a_third_look_is_never_taken(candidates: Path, small_plan: BuildPlan, tm
 
 
 @pytest.mark.usefixtures("doubted")
-def test_what_failed_is_no_reason_for_a_second_look(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
+def test_what_failed_is_no_reason_for_a_second_pass(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
@@ -116,7 +116,7 @@ def test_what_failed_is_no_reason_for_a_second_look(candidates: Path, small_plan
 
 
 @pytest.mark.usefixtures("doubted")
-def test_a_second_look_that_is_interrupted_goes_on(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
+def test_a_second_pass_that_is_interrupted_goes_on(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
     journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)

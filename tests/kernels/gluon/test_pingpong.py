@@ -76,7 +76,7 @@ def test_which_kernels_have_such_code() -> None:
     assert not refused(Op.DX, both, DType.FP16, Fusion.GATHER)
 
 
-def test_how_many_columns_a_tile_can_be_told_apart() -> None:
+def test_how_many_columns_a_tile_can_be_distinguished() -> None:
     """Their number goes to the warpgroups in 20 bits."""
     for config, op, columns_are in (
         (ROWS, Op.FORWARD, "N"),
@@ -145,7 +145,7 @@ def test_its_boxes_have_64_columns() -> None:
         assert (constants["BLOCK_M"], constants["BLOCK_K"], constants["ACROSS"]) == (32, 192, config is ACROSS)
 
 
-def test_tiles_of_128_columns_are_dealt_out_in_turn_but_for_the_last_rounds() -> None:
+def test_tiles_of_128_columns_are_distributed_in_turn_but_for_the_last_rounds() -> None:
     """All others go to programs as they become free: whoever reads this of the config must agree with the kernel."""
     every = ((Op.FORWARD, ROWS), (Op.FORWARD, DEALT), (Op.DW, WEIGHT), (Op.DW, ACROSS))
     assert [registry.dealt(*one) for one in every] == [False, True, False, False]
@@ -163,7 +163,7 @@ def test_their_ring_has_no_words_to_spare() -> None:
     assert shared_bytes_at_least(Op.FORWARD, DType.BF16, deeper, 90) + results_bytes > limits(90).shared_per_block_bytes
 
 
-def test_where_tiles_are_dealt_out_memory_takes_longer() -> None:
+def test_where_tiles_are_distributed_memory_takes_longer() -> None:
     """At T=1024 they took 1.02 to 1.05 x the time of others where experts have few rows, and less where many."""
     both = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
     few = Problem(Op.FORWARD, DType.BF16, 512, 1024, 2048), 10240

@@ -222,7 +222,7 @@ def test_other_dtypes_have_no_such_config(dtype: DType) -> None:
 
 @pytest.mark.parametrize("dtype", QUANTISED)
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER])
-def test_what_a_launcher_is_told(dtype: DType, fusion: Fusion) -> None:
+def test_arguments_of_a_launcher(dtype: DType, fusion: Fusion) -> None:
     one = spec(dtype, fusion=fusion)
     kinds, boxes = dict(registry.arguments(one)), registry.boxes(one)
     block_scales = dtype is not DType.FP8_CHANNEL_A16

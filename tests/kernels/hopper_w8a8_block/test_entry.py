@@ -91,7 +91,7 @@ def test_a_config_says_one_schedule(wrong: str) -> None:
 
 
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER])
-def test_what_a_launcher_is_told(fusion: Fusion) -> None:
+def test_arguments_of_a_launcher(fusion: Fusion) -> None:
     arguments = dict(registry.arguments(spec(fusion=fusion)))
     assert (arguments["x"], arguments["w"], arguments["x_scale"]) == ("desc2", "desc4", "desc2")
     assert arguments["w_scale"] == arguments["y"] == arguments["counter"] == "ptr"

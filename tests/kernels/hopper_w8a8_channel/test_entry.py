@@ -95,7 +95,7 @@ def test_a_config_says_one_schedule(wrong: str) -> None:
 
 @pytest.mark.parametrize("config", [MANY, FEW])
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER])
-def test_what_a_launcher_is_told(config: Config, fusion: Fusion) -> None:
+def test_arguments_of_a_launcher(config: Config, fusion: Fusion) -> None:
     """Results leave through a descriptor in boxes of 64 rows, where no index says where they go."""
     arguments = dict(registry.arguments(spec(config, fusion=fusion)))
     assert (arguments["x"], arguments["w"]) == ("desc2", "desc3")

@@ -55,7 +55,7 @@ def test_orders_are_those_that_weights_are_put_into() -> None:
     assert order_of(MXFP4) == 0
 
 
-def test_what_a_compiler_and_a_launcher_are_told() -> None:
+def test_arguments_of_a_compiler_and_a_launcher() -> None:
     for dtype, there in (
         (DType.MXFP4, set()),
         (DType.NVFP4, {"w_outer"}),
@@ -123,7 +123,7 @@ def test_what_there_is_not_of_codes_by_codes(changes: dict[str, object], told: s
     assert told in str(refusal(CODES_BY_CODES._replace(**changes), 89))  # type: ignore[arg-type]
 
 
-def test_what_is_told_of_codes_by_codes() -> None:
+def test_what_is_reported_codes_by_codes() -> None:
     kinds = dict(registry.arguments(CODES_BY_CODES))
     assert not {"w_zero", "w_outer", "x_scale"} & kinds.keys()
     assert set(registry.required(CODES_BY_CODES)) <= kinds.keys()

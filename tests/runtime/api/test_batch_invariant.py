@@ -163,7 +163,7 @@ def test_rows_that_torch_gathers_are_multiplied_by_a_kernel(device: Device) -> N
             grouped_gemm(x, w, counts, bias=torch.randn(E, N), **how)  # type: ignore[arg-type]
 
 
-def test_what_is_told_of_it(device: Device) -> None:
+def test_what_is_reported_it(device: Device) -> None:
     free = fingerprint(), str(explain(E=E, N=N, K=K, M=6, dtype="fp32"))
     with batch_invariant():
         told = explain(E=E, N=N, K=K, M=6, dtype="fp32")

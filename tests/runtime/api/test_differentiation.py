@@ -157,7 +157,7 @@ def test_a_gradient_has_no_gradient_in_compiled_code(beside: bool) -> None:
             (call(x).sum() + dx.square().sum()).backward()
 
 
-def test_who_saved_out_is_told_that_it_changed() -> None:
+def test_who_saved_out_is_reported_that_it_changed() -> None:
     x, w, m_sizes, index = random(8, K), random(E, N, K), torch.tensor([3, 0, 4, 1]), torch.arange(8)
     for form in ({"permute_x": True, "gather_indices": index}, {}):
         out, factor = torch.empty(8, N), torch.ones(8, N, requires_grad=True)

@@ -22,7 +22,7 @@ def gpu(device: Device) -> Device:
     return device
 
 
-def test_later_calls_write_where_they_are_told(gpu: Device) -> None:
+def test_later_calls_write_where_out_says(gpu: Device) -> None:
     x, out = torch.randn(T, H).bfloat16(), torch.empty(T, H).bfloat16()
     weights = torch.rand(T, TOPK)
     ids = torch.randint(0, E, (T, TOPK))

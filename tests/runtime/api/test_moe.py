@@ -330,7 +330,7 @@ def test_an_odd_number_of_columns_has_no_halves() -> None:
             )  # type: ignore[arg-type]
 
 
-def test_what_is_no_activation_is_told_of_the_call_that_was_made() -> None:
+def test_what_is_no_activation_is_reported_the_call_that_was_made() -> None:
     with pytest.raises(InputError, match=r"^activate: activation is 'swish', wanted one of silu"):
         activate(torch.ones(2, 4), "swish")
     with pytest.raises(InputError, match=r"^activate: interleaved=True with gated=False"):
@@ -432,7 +432,7 @@ def test_out_is_written_and_returned(shape: tuple[int, ...], weights_on: str) ->
     assert torch.equal(x, want)
 
 
-def test_an_out_that_can_not_be_written_is_told() -> None:
+def test_an_out_that_can_not_be_written_is_reported() -> None:
     x, up, down, ids, weights = given = given_of()
     wide = torch.empty(T, 2 * H, dtype=x.dtype)
     for out, told in (

@@ -321,7 +321,7 @@ def test_prepared_weights_give_the_same() -> None:
         (lambda x, w, m: explain(x[:, :32], w, m, sm=90), "with K=32, x's last dimension"),
     ],
 )
-def test_what_does_not_fit_is_told(call: Any, told: str) -> None:
+def test_what_does_not_fit_is_reported(call: Any, told: str) -> None:
     with pytest.raises(InputError, match=told):
         call(torch.randn(5, 64).bfloat16(), made("mxfp4", 32, 64), torch.tensor([1, 1, 1, 1, 1]))
 

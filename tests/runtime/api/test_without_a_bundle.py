@@ -15,7 +15,7 @@ from pretuned.runtime.driver import device
 from pretuned.runtime.ops import torch_fallback
 
 
-def test_the_reference_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reference_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, torch_fallback.__name__)
     torch_fallback.tell_reference.cache_clear()
     x, w, m_sizes = torch.randn(6, 8), torch.randn(2, 4, 8, requires_grad=True), torch.tensor([2, 4])

@@ -332,7 +332,7 @@ def test_without_any_bundle_there_is_one_warning(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.parametrize("name", ["a\x1b[31mb", "a\nforged: b", "a\udcffb"])
-def test_an_outcome_is_told_without_the_raw_name_of_a_file(
+def test_an_outcome_is_reported_without_the_raw_name_of_a_file(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -343,7 +343,7 @@ def test_an_outcome_is_told_without_the_raw_name_of_a_file(
     assert all(record.getMessage().isprintable() for record in caplog.records)
 
 
-def test_an_outcome_is_told_once_at_a_fitting_level(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outcome_is_reported_once_at_a_fitting_level(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     write(tmp_path / "a.msgpack", {PROBLEM: [measured(64, WIDE, 5)]}, gpus=[H200])
     found = snapshot(tmp_path)

@@ -112,7 +112,7 @@ def test_without_code_for_a_low_rank_part_there_are_two_products(
     assert not caplog.records
 
 
-def test_a_file_that_is_damaged_is_told_of_once_and_torch_runs(
+def test_a_file_that_is_damaged_is_reported_once_and_torch_runs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = candidates(tmp_path)

@@ -186,7 +186,7 @@ def test_a_directory_stays_one_wherever_the_process_goes(tmp_path: Path, monkeyp
     assert isinstance(decide(found, PROBLEM, 4096, ON_H200), Decision)
 
 
-def test_a_path_that_cannot_be_looked_at_is_told_as_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_looked_at_is_reported_as_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(BundleUnreadable, match="PRETUNED_BUNDLES names this file"):
         decide(snapshot(tmp_path / ("x" * 300)), PROBLEM, 64, ON_H200)
 
@@ -225,7 +225,7 @@ def test_a_bundle_that_turns_into_one_for_another_gpu_is_not_used(tmp_path: Path
     assert names(found, ON_H200) == []
 
 
-def test_a_named_file_that_is_damaged_is_told_as_damaged_whatever_it_is_for(tmp_path: Path) -> None:
+def test_a_named_file_that_is_damaged_is_reported_as_damaged_whatever_it_is_for(tmp_path: Path) -> None:
     path = write(tmp_path / "sm80.msgpack", CHOICES, sm=80)
     data = path.read_bytes()
     path.write_bytes(data[:200] + bytes([data[200] ^ 1]) + data[201:])
@@ -254,7 +254,7 @@ def test_code_without_a_suffix_runs_on_later_minor_revisions_only(tmp_path: Path
     assert names(snapshot(tmp_path), ON_A100) == []
 
 
-def test_an_old_driver_is_told_both_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_error_of_an_old_driver_has_both_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "d/new.msgpack", CHOICES, min_driver=13020)
     found = snapshot(tmp_path / "d")
     for installed in (False, True):
@@ -420,7 +420,7 @@ def test_who_stops_the_program_stops_it(line: str, tmp_path: Path, monkeypatch: 
         installed_places()
 
 
-def test_a_directory_that_can_not_be_listed_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_can_not_be_listed_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     place = Place(Kind.OVERLAY, tmp_path / ("n" * 300))
     assert place.files() == []
     (record,) = caplog.records

@@ -23,7 +23,7 @@ def test_a_thread_without_a_context_gets_one(stub: ctypes.CDLL) -> None:
     assert maps.known == {(4096, 8, 64): found}
 
 
-def test_what_the_driver_refuses_is_told(stub: ctypes.CDLL) -> None:
+def test_what_the_driver_refuses_is_reported(stub: ctypes.CDLL) -> None:
     stub.stub_fail(b"cuTensorMapEncodeTiled", 1)
     maps = TensorMaps(PLAN, 0)
     with pytest.raises(CudaError, match=r"cuTensorMapEncodeTiled\(x, sizes \(8, 64\), strides \(64,\)\): CUDA error 1"):

@@ -61,7 +61,7 @@ def test_a_launch_has_what_the_call_gives(told: Told, function: cuda.Function) -
     assert values(launch) == [5, 6, 7, 1, 9, 0, 0]
 
 
-def test_a_thread_without_a_context_gets_one_and_what_the_driver_refuses_is_told(
+def test_a_thread_without_a_context_gets_one_and_what_the_driver_refuses_is_reported(
     told: Told, function: cuda.Function, stub: ctypes.CDLL
 ) -> None:
     kind = layout()

@@ -138,7 +138,7 @@ def test_a_damaged_bundle(tmp_path: Path) -> None:
     assert "bad.msgpack" in found.bundles[0].why_not
 
 
-def test_a_damaged_bundle_for_another_gpu_is_told_too(tmp_path: Path) -> None:
+def test_a_damaged_bundle_for_another_gpu_is_reported_too(tmp_path: Path) -> None:
     write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
     path = write(tmp_path / "sm80.msgpack", {PROBLEM: [modelled(64, WIDE)]}, sm=80)
     data = path.read_bytes()
@@ -148,7 +148,7 @@ def test_a_damaged_bundle_for_another_gpu_is_told_too(tmp_path: Path) -> None:
     assert "header and index have sha256" in found.bundles[0].why_not
 
 
-def test_a_bundle_with_a_damaged_record_is_told(tmp_path: Path) -> None:
+def test_a_bundle_with_a_damaged_record_is_reported(tmp_path: Path) -> None:
     """Under a right digest: what wrote it is broken."""
     path = write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
     (choices,) = craft.parts(path.read_bytes())[0]["problems"].values()

@@ -53,7 +53,7 @@ def test_an_unknown_model_names_the_nearest(tmp_path: Path) -> None:
         records_of(["acme/smal"], view)
 
 
-def test_of_a_bundle_with_a_damaged_record_nothing_is_preloaded_and_it_is_told(
+def test_of_a_bundle_with_a_damaged_record_nothing_is_preloaded_and_it_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its digest is right: what wrote it is broken. It stays in use, as in a rank that preloads nothing."""

@@ -90,7 +90,7 @@ def test_what_is_wrong_or_faults_is_left_out_and_the_rest_goes_on(made: Make) ->
 
 
 @pytest.mark.slow
-def test_what_says_nothing_about_the_code_is_told_once_and_tried_again(made: Make) -> None:
+def test_what_says_nothing_about_the_code_is_reported_once_and_tried_again(made: Make) -> None:
     taken = made("right", "killed", "die", "exit", "broken", "broken", "right", "right", "wrong", scripted=True)
     told = prove.prove([ON_A100])
     (found,) = told.gpus

@@ -108,7 +108,7 @@ def test_another_version_is_left_alone(engine: PlugIn, caplog: pytest.LogCapture
     )
 
 
-def test_a_failure_is_told_once_with_its_reason(engine: PlugIn, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_reported_once_with_its_reason(engine: PlugIn, caplog: pytest.LogCaptureFixture) -> None:
     def fails(what: str) -> None:
         raise KeyError(what)
 
@@ -129,7 +129,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_module_is_told_once_it_is_imported(folder: Path) -> None:
+def test_a_module_is_reported_once_it_is_imported(folder: Path) -> None:
     (folder / "watched_package").mkdir()
     (folder / "watched_package/__init__.py").write_text("from . import watched\n")
     (folder / "watched_package/watched.py").write_text("value = 1\n")
@@ -152,7 +152,7 @@ def test_a_module_is_told_once_it_is_imported(folder: Path) -> None:
     assert len(seen) == 2
 
 
-def test_a_module_that_fails_is_told_when_it_is_whole(folder: Path) -> None:
+def test_a_module_that_fails_is_reported_when_it_is_whole(folder: Path) -> None:
     (folder / "watched_broken.py").write_text("raise RuntimeError('no')\n")
     seen: list[Any] = []
     when_imported("watched_broken", seen.append)

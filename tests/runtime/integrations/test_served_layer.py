@@ -140,7 +140,7 @@ def test_other_gpus_have_no_kernel_for_codes_that_are_put_in_order(dtype: DType)
     assert "aot build" not in told
 
 
-def test_a_gpu_for_which_there_is_no_code_is_told() -> None:
+def test_a_gpu_for_which_there_is_no_code_is_reported() -> None:
     told = lacks(LAYER, LocalGpu(70, Gpu("Tesla V100-SXM2-16GB", 80, 16160, DRIVER)), tokens=1, any_variant=True)
     assert str(told).startswith(
         "no bundle has a kernel for forward bf16 E=8 N=1024 K=768 at about 2 rows on Tesla V100-SXM2-16GB (7.0, "

@@ -97,7 +97,7 @@ def nan_of_another(result: int, words: dict[str, int]) -> None:
 
 
 @every_form
-def test_wrong_code_is_found_and_what_it_did_is_told(op: Op, fusion: Fusion, gpu: EmulatedGpu) -> None:
+def test_wrong_code_is_found_and_what_it_did_is_reported(op: Op, fusion: Fusion, gpu: EmulatedGpu) -> None:
     kernel = code(gpu, op, fusion, Layout.NK, 16)
     proving.spoil(gpu, kernel.variant.cubin_sha256, proving.one_element)
     assert "elements are wrong" in str(proof.tried(kernel))
@@ -113,7 +113,7 @@ def test_memory_beside_the_result_and_rows_of_nan_are_looked_at(
     assert told in str(proof.tried(kernel))
 
 
-def test_what_lies_beside_the_rows_stays_and_is_judged(gpu: EmulatedGpu) -> None:
+def test_what_lies_beside_the_rows_stays_and_is_tested(gpu: EmulatedGpu) -> None:
     kernel = code(gpu, Op.FORWARD, Fusion.NONE, Layout.NK, 16)
     proving.spoil(gpu, kernel.variant.cubin_sha256, last_column)
     assert "wanted left as it was" in str(proof.tried(kernel))
@@ -265,7 +265,7 @@ def test_code_that_does_nothing_is_found_whatever_it_is(name: str) -> None:
     assert len(kinds) > 10
 
 
-def test_shipped_code_for_tested_capabilities_is_judged_and_other_code_is_not() -> None:
+def test_shipped_code_for_tested_capabilities_is_tested_and_other_code_is_not() -> None:
     """Every variant of a bundle that was measured costs nothing on its capability; all the others are to be tested."""
     for path in sorted(SHIPPED.glob("*.msgpack")):
         with open_bundle(path) as file:
@@ -433,7 +433,7 @@ def test_in_a_graph_capture_nothing_is_tried_and_nothing_unproven_runs(machine: 
     assert machine.tried == []
 
 
-def test_a_pass_that_is_not_proven_is_asked_for_again_after_a_capture(machine: Machine) -> None:
+def test_a_pass_that_is_not_tested_is_asked_for_again_after_a_capture(machine: Machine) -> None:
     combine = made(RowOpSpec(RowOp.COMBINE, DType.FP32), 89)
     emulated_kernels.write(machine.folder / "b.msgpack", [combine], sm=89)
     machine.anew()
@@ -516,7 +516,7 @@ def test_a_fault_names_the_code_and_the_next_process_leaves_it_out(
     "error",
     ["CUDA error 701, too many resources requested for launch", "CUDA error: uncorrectable ECC error encountered"],
 )
-def test_what_is_no_result_is_told_once_and_tried_by_the_next_process(
+def test_what_is_no_result_is_reported_once_and_tried_by_the_next_process(
     error: str, machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Other code runs in this process; nothing is written about the code that could not be tested."""

@@ -247,7 +247,7 @@ def test_too_much_for_one_launch_is_refused(gpu: Gpu80) -> None:
         (Op.DX, Layout.NK, 16),
     ],
 )
-def test_codes_of_w_are_proven_in_the_order_and_of_the_sizes_that_their_code_is_for(
+def test_codes_of_w_are_tested_in_the_order_and_of_the_sizes_that_their_code_is_for(
     op: Op, layout: Layout, alignment: int, dtype: DType
 ) -> None:
     problem = Problem(op, dtype, E, N, K, layout)
@@ -292,7 +292,7 @@ def test_codes_by_codes_where_that_is_faster(gpu: Gpu80, format: str) -> None:
 
 @pytest.mark.parametrize("alignment", [16, 1])
 @pytest.mark.parametrize("dtype", [DType.FP8_BLOCK, DType.FP8_CHANNEL])
-def test_codes_by_codes_are_proven_of_an_x_that_the_kernel_quantises(dtype: DType, alignment: int) -> None:
+def test_codes_by_codes_are_tested_of_an_x_that_the_kernel_quantises(dtype: DType, alignment: int) -> None:
     """x is given as it is, and its values are those of its codes: off by what quantising loses."""
     place = TrialPlace(torch.device("cpu"), 0, lambda: None)
     on = trials._operands(record(Problem(Op.FORWARD, dtype, E, N, K, Layout.STORED), alignment), place)

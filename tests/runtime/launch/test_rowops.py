@@ -225,7 +225,7 @@ def test_a_damaged_bundle_is_dropped_and_the_next_one_taken(clean_places: Path, 
     assert [one.path.name for one in skipped] == ["a-damaged.msgpack"]
 
 
-def test_where_no_bundle_has_it_that_is_told_once(
+def test_where_no_bundle_has_it_that_is_reported_once(
     gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "pretuned.runtime.launch.rowops"):

@@ -996,7 +996,7 @@ def _fp8(**change: Any) -> dict[str, torch.Tensor]:
         (_fp8(), {"quant_method": "compressed-tensors"}, "down", "of 0 config_groups, wanted one whose targets name"),
     ],
 )
-def test_what_can_not_be_read_is_told(
+def test_what_can_not_be_read_is_reported(
     tensors: dict[str, torch.Tensor], config: Any, part: str | None, told: str
 ) -> None:
     with pytest.raises(InputError, match=told) as error:

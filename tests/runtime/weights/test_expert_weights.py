@@ -93,7 +93,7 @@ def test_quantize_x_is_part_of_the_format() -> None:
     ("K", "groups", "group"),
     [(256, 8, 32), (256, 4, 64), (256, 2, 128), (300, 3, 128), (300, 5, 64), (300, 10, 32), (32, 1, 32), (80, 1, 128)],
 )
-def test_the_group_of_int4_is_told_by_the_shapes(K: int, groups: int, group: int) -> None:
+def test_the_group_of_int4_is_reported_by_the_shapes(K: int, groups: int, group: int) -> None:
     codes, scale = torch.zeros(2, 4, K // 2, dtype=BYTE), torch.ones(2, 4, groups, dtype=torch.float16)
     assert ExpertWeights.int4(codes, scale).format == f"int4_g{group}"
     zero = torch.full((2, 4, groups), 8, dtype=BYTE)
@@ -241,7 +241,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("make", "told"), WRONG, ids=[told[:40] for _, told in WRONG])
-def test_what_can_not_be_used_is_told(make: Callable[[], object], told: str) -> None:
+def test_what_can_not_be_used_is_reported(make: Callable[[], object], told: str) -> None:
     with pytest.raises(InputError, match=re.escape(told)) as error:
         make()
     assert str(error.value).startswith("ExpertWeights: ")

@@ -190,7 +190,7 @@ def test_what_can_t_be_is_refused_by_name(peft: Any, checkpoints: dict[str, tiny
 
 
 @pytest.mark.slow
-def test_adapters_that_were_put_on_for_another_implementation_are_told(
+def test_adapters_that_were_put_on_for_another_implementation_are_reported(
     peft: Any, checkpoints: dict[str, tiny_quantised.Pair]
 ) -> None:
     """PEFT's own would add to fp8 codes; what runs them then is transformers' code, where there is a GPU."""

@@ -153,7 +153,9 @@ def test_no_weight_with_its_adapter_is_kept(peft: Any) -> None:
     assert max(kept_sizes(model, "pretuned")) < whole // 2
 
 
-def test_what_is_not_recognised_goes_peft_s_way_and_is_told_once(peft: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_recognised_goes_peft_s_way_and_is_reported_once(
+    peft: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     model = adapted_model(peft)
     model.add_adapter("other", config_of(peft, target_parameters=model.peft_config["default"].target_parameters))
     model.base_model.set_adapter(["default", "other"])

@@ -79,7 +79,7 @@ def test_strict_refuses_a_model_that_takes_the_name_and_runs_without(peft: Any, 
     loaded(place, "eager")
 
 
-def test_experts_that_can_t_run_are_told_with_the_reason(checkpoints: dict[str, Pair], lines: Any) -> None:
+def test_experts_that_can_t_run_are_reported_with_the_reason(checkpoints: dict[str, Pair], lines: Any) -> None:
     model = loaded(checkpoints["fp8"].quantised, "eager")
     experts = model.model.layers[0].mlp.experts
     experts.down_proj_scale_inv = torch.nn.Parameter(torch.ones(8, 2, 2), requires_grad=False)
