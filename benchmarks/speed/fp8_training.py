@@ -28,8 +28,10 @@ import torch
 
 from benchmarks import method, provenance
 from benchmarks.speed.layer import eager_us
+from pretuned.artifacts.records import PRECISIONS
 from pretuned.runtime import grouped_gemm, moe_mlp, reuse_fp8_weights
 from pretuned.runtime.ops.fp8_products import Picked, grad_weight, multiplies_codes
+from pretuned.runtime.weights.codes import quantise_rows
 
 # name, E, H, I, k: of ep=8 the rows that a rank gets, one for each token
 LAYERS = (
@@ -39,6 +41,7 @@ LAYERS = (
 )
 TOKENS = (8192, 32768)
 DEVICE = "cuda"
+OF_ROWS = PRECISIONS["fp8_block"].x.scale  # of x and dy: one for each row and 128 columns
 MAX_PRODUCT, MAX_LAYER = 2e-3, 8e-2  # relative errors: of a product of quantised operands, of a layer beside bf16
 RAGGED = (129, 0, 1, 127, 128, 256, 300, 3)
 Step = Callable[[], list[torch.Tensor]]
@@ -49,15 +52,14 @@ def apart(found: torch.Tensor, want: torch.Tensor) -> float:
     return float((found - want).norm() / want.norm())
 
 
-def quantised(t: torch.Tensor, rows: int) -> torch.Tensor:
-    """t [..., M, C] with a scale for each ``rows`` x 128, float32: as ``ExpertWeights`` and its products do."""
-    *outer, M, C = t.shape
-    blocks = t.detach().float().view(*outer, M // rows, rows, C // 128, 128)
-    most = blocks.abs().amax((-3, -1), keepdim=True)
+def quantised(w: torch.Tensor) -> torch.Tensor:
+    """w [E, N, K] with a scale for each 128 x 128, float32: as ``quantise_weights`` does."""
+    E, N, K = w.shape
+    blocks = w.detach().float().view(E, N // 128, 128, K // 128, 128)
+    most = blocks.abs().amax((2, 4), keepdim=True)
     scale = most / most.new_full((), 448)  # (On a GPU torch divides by a Python number as a product with its inverse.)
     scale = torch.where(scale > 0, scale, 1)
-    scaled = blocks / scale if rows == 1 else blocks * scale.reciprocal()
-    return (scaled.to(torch.float8_e4m3fn).float() * scale).view(t.shape)
+    return ((blocks * scale.reciprocal()).to(torch.float8_e4m3fn).float() * scale).view(w.shape)
 
 
 def by_columns(t: torch.Tensor, columns: int) -> torch.Tensor:
@@ -80,7 +82,8 @@ def check_products(seed: int, N: int = 4096, K: int = 4096) -> dict[str, float]:
     m_sizes = torch.tensor(RAGGED, dtype=torch.int32, device=DEVICE)
     y = grouped_gemm(x, w, m_sizes, precision="fp8")
     y.backward(dy)
-    qx, qw, qdy = quantised(x, 1), quantised(w, 128), quantised(dy, 1)
+    qx, qdy = (quantise_rows(rows.detach(), OF_ROWS) for rows in (x, dy))
+    qw = quantised(w)
     want_y, want_dx, first = [], [], 0
     of_codes, plain = torch.zeros(E, N, K, device=DEVICE), torch.zeros(E, N, K, device=DEVICE)
     for e, count in enumerate(RAGGED):
@@ -365,7 +368,7 @@ def main() -> None:
                 profiles[f"{layer[0]} T={T}"] = profile(*layer, T)
                 torch.cuda.empty_cache()
     save()
-    sys.exit("\n".join(wrong))
+    sys.exit("\n".join(wrong) or None)
 
 
 if __name__ == "__main__":

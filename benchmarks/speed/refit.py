@@ -242,4 +242,4 @@ def main() -> None:
     }
     if args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
-    sys.exit("\n".join(wrong))
+    sys.exit("\n".join(wrong) or None)

@@ -140,6 +140,15 @@ def lacks(layer: ServedLayer, local: LocalGpu, *, tokens: int, any_variant: bool
         return f"bundles run on linux x86_64 and aarch64, this is {platform_name()}"
     if layer.dtype.quantised and not has_code(Op.FORWARD, layer.problems[0].dtype, local.sm, Layout.NK):
         return f"no kernel for {local} reads {layer.dtype.value} weights in the order that engines' layers are put into"
+    key = ("lacks", layer, local, tokens, any_variant)
+    answers = dispatch_snapshot.snapshot().rankers  # a model's layers are alike
+    if key not in answers:
+        answers[key] = _lacks(layer, local, tokens, any_variant)
+    answer: str | None = answers[key]
+    return answer
+
+
+def _lacks(layer: ServedLayer, local: LocalGpu, tokens: int, any_variant: bool) -> str | None:
     fewest, most = (min(layer.rows(count), _ROWS) for count in (1, max(tokens, 1)))
     invariance = dispatch_snapshot.snapshot().invariance
     never = invariance is not None and not invariance.quantize_x
