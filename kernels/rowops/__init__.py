@@ -411,6 +411,8 @@ def tiles(spec: RowOpSpec, E: int, N: int, K: int) -> int:
 
 _ELEMENTS = ("e4m3", "e2m1", "int4")  # names of the values of ELEMENTS and SCALE in kernels/rowops/weights.py
 _SCALES = ("block", "row", "e8m0", "e4m3", "bf16", "zero")
+# (codes, scales) that these kernels quantise: those of ``quantise`` in runtime/weights/codes.py.
+_RULES = {("e4m3", "fp32"), ("e4m3", "e8m0"), ("e2m1", "e8m0"), ("e2m1", "e4m3"), ("int4", "bf16")}
 
 
 def _scale_of(dtype: DType) -> int:
@@ -444,13 +446,19 @@ def _format_constants(spec: RowOpSpec, sm: int) -> dict[str, int]:
 
 def weight_specs(dtypes: Collection[DType]) -> tuple[RowOpSpec, ...]:
     """The kernels of weights for quantised weights of these dtypes."""
-    weights = [RowOpSpec(op, dtype_of(dtype, op)) for op in WEIGHT_OPS for dtype in dtypes if dtype.quantised]
+    weights = [RowOpSpec(op, dtype_of(dtype, op)) for op in WEIGHT_OPS for dtype in dtypes if has_weight_kernels(dtype)]
     return tuple(dict.fromkeys(weights))
 
 
 def training_specs() -> tuple[RowOpSpec, ...]:
     """The row kernels of fp8 training, which convert to e4m3 in hardware: sm_89 and later."""
     return RowOpSpec(RowOp.QUANTIZE_COLUMNS, DType.BF16), RowOpSpec(RowOp.QUANTIZE_BLOCKS, DType.BF16)
+
+
+def has_weight_kernels(dtype: DType) -> bool:
+    """Return whether kernels/rowops/weights.py has a rule for a dtype's codes with its scales; else torch writes w."""
+    elements = dtype.precision.w
+    return elements.scale is not None and (elements.name, elements.scale.name) in _RULES
 
 
 _FIRST_OF = {"e4m3": DType.FP8_BLOCK, "e2m1": DType.MXFP4, "int4": DType.INT4_G32}
@@ -471,7 +479,7 @@ def dtype_of(dtype: DType, op: RowOp | None = None) -> DType:
 
 # The dtypes that a record of a kernel of weights can have.
 WEIGHT_DTYPES: Mapping[RowOp, frozenset[DType]] = {
-    op: frozenset(dtype_of(dtype, op) for dtype in DType if dtype.quantised) for op in WEIGHT_OPS
+    op: frozenset(dtype_of(dtype, op) for dtype in DType if has_weight_kernels(dtype)) for op in WEIGHT_OPS
 }
 
 

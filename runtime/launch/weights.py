@@ -13,7 +13,17 @@ import torch
 
 from ...artifacts.records import PRECISIONS, DType, RowOp
 from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
-from ...kernels.rowops import BACK, FP16_WEIGHTS, FP32_WEIGHTS, LOOKS, PREPARED, RowOpSpec, dtype_of, tiles
+from ...kernels.rowops import (
+    BACK,
+    FP16_WEIGHTS,
+    FP32_WEIGHTS,
+    LOOKS,
+    PREPARED,
+    RowOpSpec,
+    dtype_of,
+    has_weight_kernels,
+    tiles,
+)
 from ..driver.device import current_stream, on
 from ..weights import writing
 from ..weights.codes import E2M1_MOST, E4M3_MOST, Quantised, invertible, quotient
@@ -142,9 +152,10 @@ def _fits(w: torch.Tensor, *, rows: bool, of_codes: bool) -> bool:
 
 
 def _are_scales(format: str, scale: torch.Tensor) -> bool:
-    """True if scales have the dtype that the row kernels write: bf16, of those that may be another."""
+    """True if row kernels have a rule for a format, and scales have the dtype that they write: of int4 bf16 alone."""
     of = PRECISIONS[format].w.scale
-    return of is None or of.name != "bf16" or scale.dtype is torch.bfloat16
+    known = has_weight_kernels(DType(format))
+    return known and (of is None or of.name != "bf16" or scale.dtype is torch.bfloat16)
 
 
 def _addresses(of: Quantised) -> dict[str, int]:

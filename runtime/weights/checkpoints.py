@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...artifacts.limits import printable
+from ...artifacts.records import PRECISIONS
 from ...artifacts.tuples import NamedTuple
 from . import packings, quantization
 from .codes import Quantised, cat
@@ -86,7 +87,7 @@ def read(
     readers = _readers(_quantization(config), [matrix.modules for matrices in named for matrix in matrices])
     format, _, quantizes_x = readers[0]
     quantised = _stacked(readers, named)
-    if format.startswith("fp8"):
+    if f"{format}_a16" in PRECISIONS:
         return format + ("" if (quantizes_x if quantize_x is None else quantize_x) else "_a16"), quantised
     return format, packings.whole_groups(quantised) if format == "int4" else quantised
 

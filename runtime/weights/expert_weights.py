@@ -527,8 +527,8 @@ class ExpertWeights:
 
     @property
     def plain_scale(self) -> torch.Tensor | None:
-        """The scales that portable kernels read: ``scale``, or of int4 in another dtype the same in bf16."""
-        if self.precision.w.name != "int4":
+        """The scales that portable kernels read: ``scale``, or the same in bf16 where they read that alone."""
+        if not self._reads_bf16:
             return self.scale
         if self.is_prepared:
             return self.kernel_scale
@@ -541,8 +541,14 @@ class ExpertWeights:
             if order.derived is None or (_moved(order, self.scale) and order.moves(self.scale)):
                 return None
             return order.derived(self.scale)
-        other = self.precision.w.name == "int4" and self.scale.dtype is not torch.bfloat16
+        other = self._reads_bf16 and self.scale.dtype is not torch.bfloat16
         return self.scale.to(torch.bfloat16) if other else None
+
+    @property
+    def _reads_bf16(self) -> bool:
+        """True if kernels read scales in bf16, whatever dtype the checkpoint has them in."""
+        scale = self.precision.w.scale
+        return scale is not None and scale.name == "bf16"
 
     def _derive(self, *, anew: bool = False) -> torch.Tensor | None:
         """``derived``, which is made or written anew if ``scale`` was written to since.

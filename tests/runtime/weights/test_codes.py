@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretuned.artifacts.records import PRECISIONS, Scale
+from pretuned.kernels import rowops
 from pretuned.runtime.weights import codes
 from pretuned.runtime.weights.codes import Quantised
+from pretuned.runtime.weights.expert_weights import ExpertWeights
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 FORMATS = [name for name, one in PRECISIONS.items() if one.quantised]
@@ -249,3 +251,20 @@ def test_a_new_pair_of_codes_and_scales_has_no_rule_of_another(
     monkeypatch.setitem(PRECISIONS, "new", new)
     with pytest.raises(NotImplementedError, match="no rule quantises to new"):
         codes.quantise("new", torch.ones(128, 128))
+
+
+def test_kernels_have_the_rules_that_torch_has() -> None:
+    """A pair of codes and scales that one of the two lacks would be quantised by another's rule."""
+    assert rowops._RULES == codes._RULES
+
+
+def test_scales_of_another_dtype_reach_kernels_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the codes are: a kernel is compiled for the scales' type, and would read others as numbers of it."""
+    known = PRECISIONS["mxfp8"]
+    assert known.w.scale is not None
+    new = known._replace(name="new", w=known.w._replace(scale=known.w.scale._replace(name="bf16")))
+    monkeypatch.setitem(PRECISIONS, "new", new)
+    weights = ExpertWeights("new", torch.zeros(1, 2, 32).to(torch.float8_e4m3fn), torch.full((1, 2, 1), 3.0))
+    assert weights.plain_scale is not None
+    assert weights.plain_scale.dtype is torch.bfloat16
+    assert weights.plain_scale.tolist() == [[[3.0], [3.0]]]
