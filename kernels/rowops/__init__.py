@@ -46,6 +46,7 @@ from collections.abc import Collection, Mapping
 
 from ...artifacts.records import DType, Fusion, Layout, Op, RowOp
 from ...artifacts.tuples import NamedTuple
+from ..arch import Feature, arch_of
 from ..entry import Entry
 
 # ``flags``: the activation in the lowest bits, then options. kernels/rowops/activation.py has the same values.
@@ -424,9 +425,6 @@ def _scale_of(dtype: DType) -> int:
     return _SCALES.index("zero" if scale.zero_bits else scale.name)
 
 
-_CONVERTS_SM = 89  # whose GPUs have an instruction that converts float32 to e4m3
-
-
 def _format_constants(spec: RowOpSpec, sm: int) -> dict[str, int]:
     """The constants that a kernel of weights is compiled for."""
     tile = tile_of(spec.op, spec.dtype)
@@ -440,7 +438,7 @@ def _format_constants(spec: RowOpSpec, sm: int) -> dict[str, int]:
     group = 0 if elements.scale.name == "fp32" else elements.scale.columns
     first = {"ELEMENTS": of_tile.pop("ELEMENTS"), "SCALE": _scale_of(spec.dtype), "GROUP": group}
     if spec.op is RowOp.QUANTIZE_WEIGHTS:
-        first["CONVERTS"] = int(sm >= _CONVERTS_SM)
+        first["CONVERTS"] = int(arch_of(sm).has(Feature.FP8))  # these GPUs convert float32 to e4m3 in one instruction
     return first | of_tile
 
 
