@@ -48,9 +48,7 @@ def test_what_each_pointer_of_a_kernel_points_at_is_said() -> None:
         for name, kind in rowops.arguments(op):
             wanted = "*i32" if name in words else {"order": "*i64", "named": "*i8"}.get(name, "*bf16")
             wanted = "*u8" if name in ("codes", "x_codes", "column_codes") else wanted
-            wanted = (
-                "*fp32" if name in ("row_weights", "dweights", "scale", "x_scale", "column_scale", "outer") else wanted
-            )
+            wanted = "*fp32" if name in scales else wanted
             wanted = of_weights.get(name, wanted)
             found = triton._triton_type(name, kind, RowOpSpec(op, DType.BF16), {})
             assert found == (wanted if kind == "ptr" else kind), (op, name)
