@@ -438,7 +438,8 @@ def _format_constants(spec: RowOpSpec, sm: int) -> dict[str, int]:
     group = 0 if elements.scale.name == "fp32" else elements.scale.columns
     first = {"ELEMENTS": of_tile.pop("ELEMENTS"), "SCALE": _scale_of(spec.dtype), "GROUP": group}
     if spec.op is RowOp.QUANTIZE_WEIGHTS:
-        first["CONVERTS"] = int(arch_of(sm).has(Feature.FP8))  # these GPUs convert float32 to e4m3 in one instruction
+        # These GPUs convert float32 to e4m3 in one instruction.
+        first["CONVERTS"] = int(bool(sm) and arch_of(sm).has(Feature.FP8))
     return first | of_tile
 
 
