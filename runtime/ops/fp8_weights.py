@@ -26,7 +26,7 @@ class Fp8Weights(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a block keeps for a tensor, and how the tensor was when it was quantised."""
+    """A tensor's weights in fp8, and the state that the tensor was in when they were made."""
 
     state: tuple[object, ...]
     weights: Fp8Weights
@@ -65,7 +65,7 @@ def reuse_fp8_weights() -> Iterator[None]:
 
 
 def of_forward(owner: torch.Tensor, w: torch.Tensor, layout: Layout, *, learns: bool) -> Fp8Weights:
-    """w [E, N, K], or [E, K, N] with ``Layout.KN``, in fp8; of a block those that it keeps for ``owner``.
+    """w [E, N, K], or [E, K, N] with ``Layout.KN``, in fp8. Within a block: the weights kept for ``owner``.
 
     ``owner`` is the caller's tensor, of which w may be a view. ``learns``: a backward follows.
     """

@@ -1,4 +1,4 @@
-"""What a GPU's user may have that decides which kernel dispatch selects: failed self-tests, and measured choices."""
+"""Failed self-tests and measured choices of a user's GPU, which decide the kernel that dispatch selects."""
 
 from __future__ import annotations
 
