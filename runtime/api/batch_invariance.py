@@ -62,11 +62,16 @@ def compared(run: Run, tokens: int, sizes: Sequence[int], mixes: int, seed: int 
     Others are the first tokens, of each number in ``sizes``, and ``mixes`` random choices of them in random order.
     """
     generator = torch.Generator().manual_seed(seed)
-    batches = [torch.arange(size) for size in sizes]
+    batches = [torch.arange(size, device="cpu") for size in sizes]
     for _ in range(mixes):
-        count = int(2.0 ** (torch.rand((), generator=generator) * (tokens.bit_length() - 1)).item())
-        batches.append(torch.randperm(tokens, generator=generator)[:count])
-    whole = run(torch.arange(tokens))
+        count = int(
+            2.0
+            ** (
+                torch.rand((), generator=generator, dtype=torch.float32, device="cpu") * (tokens.bit_length() - 1)
+            ).item()
+        )
+        batches.append(torch.randperm(tokens, generator=generator, device="cpu")[:count])
+    whole = run(torch.arange(tokens, device="cpu"))
     counts = {name: [0, 0] for name in whole}
     for some in batches:
         for name, result in run(some).items():
@@ -94,7 +99,9 @@ class Experts(NamedTuple):
         dtype = _PLAIN.get(format, torch.bfloat16)
 
         def random(*shape: int, spread: float = 1.0) -> torch.Tensor:
-            return (spread * torch.randn(shape, generator=generator)).to(device, dtype)
+            return (spread * torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")).to(
+                device, dtype
+            )
 
         def w(rows: int, columns: int) -> torch.Tensor | ExpertWeights:
             dense = random(_E, rows, columns, spread=columns**-0.5)
@@ -105,8 +112,8 @@ class Experts(NamedTuple):
 
         return cls(
             random(tokens, H),
-            torch.randint(-1, _E, (tokens, _TOP_K), generator=generator).to(device),
-            torch.rand(tokens, _TOP_K, generator=generator).to(device),
+            torch.randint(-1, _E, (tokens, _TOP_K), generator=generator, device="cpu").to(device),
+            torch.rand(tokens, _TOP_K, generator=generator, dtype=torch.float32, device="cpu").to(device),
             w(2 * I, H),
             w(H, I),
             random(tokens, H),
@@ -235,7 +242,7 @@ def check(
                 for form, run in forms(experts).items()
                 for name, count in compared(run, tokens, sizes, mixes).items()
             }
-            trained = experts.layer(torch.arange(min(tokens, 100)))
+            trained = experts.layer(torch.arange(min(tokens, 100), device="cpu"))
             same = torch.equal(trained["forward"], trained["forward with a gradient"])
             results["layer: training as serving"] = Counted(1, int(not same))
     except ProblemNotInBundle as error:

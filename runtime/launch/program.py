@@ -275,7 +275,7 @@ def _source(written: Sequence[_Noted], inputs: int, results: tuple[int, ...], na
             names[f"empty{at}"], names[f"dtype{at}"] = allocator(noted.device), noted.dtype
             rows = str(noted.size[0]) if not noted.per else "M" if noted.per == 1 else f"M // {noted.per}"
             size = "".join(f"{part}, " for part in (rows, *noted.size[1:]))
-            strides = tuple(torch.empty(noted.size, device="meta").stride())
+            strides = tuple(torch.empty(noted.size, dtype=torch.uint8, device="meta").stride())
             lines.append(f"t{noted.slot} = empty{at}(({size}), {strides}, dtype{at})")
         elif isinstance(noted, _Run):
             names[f"run{at}"] = noted.step.run

@@ -135,15 +135,15 @@ class _Draw:
 
     def normal(self, *shape: int) -> torch.Tensor:
         """float32, N(0, 1)."""
-        return torch.randn(shape, generator=self._generator, dtype=torch.float32)
+        return torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
 
     def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
         """int32, low to high - 1."""
-        return torch.randint(low, high, shape, generator=self._generator, dtype=torch.int32)
+        return torch.randint(low, high, shape, generator=self._generator, dtype=torch.int32, device="cpu")
 
     def order(self, count: int) -> torch.Tensor:
         """int32 [count]: a permutation."""
-        return torch.randperm(count, generator=self._generator, dtype=torch.int64).to(torch.int32)
+        return torch.randperm(count, generator=self._generator, dtype=torch.int64, device="cpu").to(torch.int32)
 
 
 def _full(*shape: int, dtype: torch.dtype = torch.float32, value: float = UNTOUCHED) -> torch.Tensor:
@@ -299,7 +299,7 @@ def _call(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, fusion: Fu
         reference.rows(low_x.float(), low_w.float(), _COUNTS, added := _full(_M, wide), M=_M, layout=Layout.NK)
         result[:_USED] += added[:_USED]
     if launch.zeroes:
-        rest = (result == UNTOUCHED).all(1) if scatters else torch.arange(_M) >= _USED
+        rest = (result == UNTOUCHED).all(1) if scatters else torch.arange(_M, device="cpu") >= _USED
         result[rest] = 0
     what = f"{f'{fusion.name} ' if fusion else ''}y{' with zero_tail' if zero_tail else ''}"
     return what, placed, want, _most(variant.dtype)
@@ -317,7 +317,7 @@ def _in_place(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
     x_values = codes.float() * factor.repeat_interleave(of_x.columns, 1)
     reference.rows(x_values, on.w_values, _COUNTS, product, M=_USED, layout=Layout.NK)
     launch = gemm.product_launcher(kernel, N=columns, K=K, E=_E, m_sizes_step=1, fused=gemm.Fused(Fusion.STARTS))
-    apart, groups = torch.arange(_E) * _ROOM, K // of_x.columns
+    apart, groups = torch.arange(_E, device="cpu") * _ROOM, K // of_x.columns
     behind, bounds = apart.flip(0) + 3, torch.cat([_COUNTS.new_zeros(1), _COUNTS.cumsum(0)]).int()
     padded = {"starts": 0, "starts_step": 0, "room": _ROOM, "packs": 0, "bounds": 0}
     padded |= _strides(groups, 1, _ROOM * groups)
@@ -328,14 +328,17 @@ def _in_place(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
         ("y of rows at starts", behind, starts),
         ("y of rows at starts, without padding,", behind, packed),
     ):
-        rows = torch.cat([first[e] + torch.arange(n) for e, n in enumerate(_COUNTS.tolist())])
-        x, scale = torch.full((R, K), 0x7F, dtype=torch.uint8), _full(R, groups, value=float("nan"))  # NaN in both
+        rows = torch.cat([first[e] + torch.arange(n, device="cpu") for e, n in enumerate(_COUNTS.tolist())])
+        x, scale = (
+            torch.full((R, K), 0x7F, dtype=torch.uint8, device="cpu"),
+            _full(R, groups, value=float("nan")),
+        )  # NaN in both
         x[rows], scale[rows] = codes.view(torch.uint8), factor
         words: dict[str, Any] = {"x": here.put(x), "x_scale": here.put(scale if layout is padded else scale.T)}
         words |= layout | gemm.words_of(on.w, launch)
         placed = _launched(variant, here, launch, R, columns + 8, M=R, stride_y_m=columns + 8, **words)
         want = _full(R + 2, columns + 8)
-        want[1:-1, :columns][torch.arange(_USED) if layout is packed else rows] = product
+        want[1:-1, :columns][torch.arange(_USED, device="cpu") if layout is packed else rows] = product
         yield what, placed, want, _most(variant.dtype)
 
 
@@ -415,7 +418,7 @@ class _RowKernel:
         self.dtype, self.most = _TORCH[variant.dtype], _most(variant.dtype)
         self.order = _Draw().order(_SLOTS)
         self.tokens = self.order.long() // _TOP_K  # the row of x of each sorted slot
-        used = self.words(torch.tensor([_HAVE], dtype=torch.int32))
+        used = self.words(torch.tensor([_HAVE], dtype=torch.int32, device="cpu"))
         self._shared: dict[str, Any] = dict.fromkeys(("index_step", "m_sizes_step", "ids_step"), 1)
         self._shared |= {"M": _SLOTS, "columns": self.columns, "top_k": _TOP_K}
         self._shared |= {"used": used, "index": self.words(self.order)}
@@ -445,10 +448,10 @@ def _gather(on: _RowKernel) -> _Checks:
     want = _of_experts(x.cpu().float()[on.tokens])
     on.run(_FEW, x=x, out=(out := on.results(on.columns)), flags=rowops.USED)
     yield "out", out, want, on.most
-    looks, notes = -(-_SLOTS // rowops.NOTED_ROWS), on.words(torch.zeros(1 + _SLOTS, dtype=torch.int32))
+    looks, notes = -(-_SLOTS // rowops.NOTED_ROWS), on.words(torch.zeros(1 + _SLOTS, dtype=torch.int32, device="cpu"))
     on.run(looks, x=x, out=notes, top_k=_SLOTS, flags=rowops.USED | rowops.NOTES)
     noted = _full(1 + _SLOTS, value=_ANY)
-    noted[0], noted[1 + on.order[:_HAVE].long()] = _HAVE, torch.arange(_HAVE, dtype=torch.float32)
+    noted[0], noted[1 + on.order[:_HAVE].long()] = _HAVE, torch.arange(_HAVE, dtype=torch.float32, device="cpu")
     yield "where the rows go is noted wrongly: ", notes, noted, 0.0  # the next launch stores by them
     on.run(_T + looks, x=x, used=notes, out=(out := on.results(on.columns)), flags=rowops.BY_TOKEN)
     yield "out", out, want, on.most
@@ -485,7 +488,7 @@ def _activation_grad(on: _RowKernel) -> _Checks:
         on.run(_FEW, h=h, da=da, row_weights=on.words(scale), flags=flags, **results, **act.words)
         grad, t = da.cpu().float(), scale[flat][:, None]
         activated, slopes = _with_slopes(h.cpu().double(), grad * t, act, gated, interleaved)
-        dots = torch.zeros(_SLOTS, dtype=torch.float32)
+        dots = torch.zeros(_SLOTS, dtype=torch.float32, device="cpu")
         dots[flat[:_HAVE]] = (activated * grad).sum(1)[:_HAVE]
         wanted = {"dh": _of_experts(slopes), "a": _of_experts(activated * t), "dweights": dots}
         for name, want in wanted.items():
@@ -495,7 +498,7 @@ def _activation_grad(on: _RowKernel) -> _Checks:
 def _with_slopes(h: torch.Tensor, da: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """act(h) and act'(h) * da in float32, of float64. The slopes are differences: a child of fork has no autograd."""
     _, gated, interleaved = how
-    columns = torch.arange(h.shape[1])
+    columns = torch.arange(h.shape[1], device="cpu")
     gates = columns % 2 == 0 if interleaved else columns < h.shape[1] // (1 + gated)
     dh = torch.zeros_like(h)
     for part in (gates, ~gates)[: 1 + gated]:
@@ -521,13 +524,13 @@ def _combine(on: _RowKernel) -> _Checks:
 def _place_rows(on: _RowKernel) -> _Checks:
     """The rows of experts that lie apart, at starts of their own and at steps of ``room``."""
     M, room, E = 3 * on.block + 7, on.block + 2, 4
-    sizes = torch.tensor([room + 5, 0, 3, -1], dtype=torch.int64)
-    own = torch.tensor([2 * on.block, 1, M - 2, 0], dtype=torch.int64)
-    for first, steps in ((torch.arange(E) * room, False), (own, True)):
+    sizes = torch.tensor([room + 5, 0, 3, -1], dtype=torch.int64, device="cpu")
+    own = torch.tensor([2 * on.block, 1, M - 2, 0], dtype=torch.int64, device="cpu")
+    for first, steps in ((torch.arange(E, device="cpu") * room, False), (own, True)):
         most = M if steps else room
         counts = sizes.clamp(0, most).minimum((M - first).clamp(min=0))
         bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        rows = [torch.arange(a, a + n) for a, n in zip(first.tolist(), counts.tolist(), strict=True)]
+        rows = [torch.arange(a, a + n, device="cpu") for a, n in zip(first.tolist(), counts.tolist(), strict=True)]
         wanted = {"index": torch.cat([*rows, counts.new_zeros(M - int(bounds[E]))]), "counts": counts, "bounds": bounds}
         results = {name: _numbers(on, len(want)) for name, want in wanted.items()}
         m_sizes, starts = on.words(sizes.to(torch.int32) if steps else sizes), on.words(first) if steps else 0
@@ -550,7 +553,7 @@ def _sort_slots(on: _RowKernel) -> _Checks:
         expert = torch.where((slots >= 0) & (slots < E), slots, E).long()
         order, sizes = expert.argsort(stable=True), expert.bincount(minlength=E + 1)[:E]
         place = torch.empty_like(order)
-        place[order] = torch.arange(M, dtype=torch.int64)
+        place[order] = torch.arange(M, dtype=torch.int64, device="cpu")
         place = torch.where(place < sizes.sum(), place, -1)
         bounds = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         wanted = {"order": order, "m_sizes": sizes, "bounds": bounds, "places": place, "experts": expert}
@@ -571,14 +574,14 @@ def _sort_slots(on: _RowKernel) -> _Checks:
 def _clear(on: _RowKernel) -> _Checks:
     """Rows of y that no index names become zero, the others stay."""
     C, M, rows, E = 264, 300, 200, 3
-    counts = torch.tensor([200, 0, 60], dtype=torch.int32)
+    counts = torch.tensor([200, 0, 60], dtype=torch.int32, device="cpu")
     names, host = on.draw.integers(-2, rows // 2, M), on.draw.normal(rows + 1, C)
-    y, marks = on.words(host), on.words(torch.zeros(rows, dtype=torch.int8))
+    y, marks = on.words(host), on.words(torch.zeros(rows, dtype=torch.int8, device="cpu"))
     run = partial(on.run, y=y, index=on.words(names), m_sizes=on.words(counts), named=marks, index_end=rows)
     run(-(-M // on.block), M=M, rows=rows, columns=C, E=E, flags=rowops.NAMES)
     run(-(-rows // rowops.CLEARED_ROWS), M=M, rows=rows, columns=C, E=E, flags=0)
     named = names[: int(counts.sum())]
-    stays = torch.zeros(rows + 1, dtype=torch.bool)
+    stays = torch.zeros(rows + 1, dtype=torch.bool, device="cpu")
     stays[named[named >= 0].long()] = True
     stays[rows] = True
     yield "y", y, torch.where(stays[:, None], host, 0.0), 0.0
@@ -589,7 +592,7 @@ def _codes(on: _RowKernel, columns: int, scale: Scale) -> dict[str, torch.Tensor
     shape = (columns // scale.columns, scale_columns(_SLOTS)) if scale.columns else (_SLOTS,)
     return {
         "codes": on.words(_full(_SLOTS, columns, dtype=torch.uint8, value=7)),
-        "scale": on.words(torch.zeros(*shape, dtype=torch.float32)),
+        "scale": on.words(torch.zeros(*shape, dtype=torch.float32, device="cpu")),
     }
 
 
@@ -607,7 +610,7 @@ def _quantize(on: _RowKernel, of_x: Scale) -> _Checks:
     """Codes and scales of rows that an index picks."""
     C = 256 if of_x.columns else 320
     x, results = on.rows(on.draw.normal(_T, C)), _codes(on, C, of_x)
-    used = on.words(torch.tensor([_SLOTS], dtype=torch.int32))
+    used = on.words(torch.tensor([_SLOTS], dtype=torch.int32, device="cpu"))
     on.run(_FEW, x=x, used=used, columns=C, flags=rowops.USED | rowops.PICKED, **results)
     yield from _codes_are(on, "", results, x.cpu()[on.tokens], of_x)
 
@@ -627,7 +630,9 @@ def _order_codes(on: _RowKernel) -> _Checks:
     C, groups, picked, room = 320, 5, on.tokens[:_HAVE], _T // 4
     host, scales = on.draw.integers(0, 256, _T, C).to(torch.uint8), on.draw.normal(_T, groups)
     want, factors = _full(_SLOTS, C, dtype=torch.uint8, value=7), _full(groups, scale_columns(_SLOTS))
-    want[:_HAVE] = host[picked].view(_HAVE, -1, 64)[..., torch.tensor(K_ORDER)].view(_HAVE, C)
+    want[:_HAVE] = (
+        host[picked].view(_HAVE, -1, 64)[..., torch.tensor(K_ORDER, dtype=torch.int64, device="cpu")].view(_HAVE, C)
+    )
     factors[:, :_HAVE] = scales[picked].T
     for x_scale, rows, strides in (
         (scales, rowops.ANY_ROWS, _strides(groups, 1)),
@@ -759,7 +764,7 @@ def _move_codes(on: _RowKernel) -> _Checks:
     _raw(stored[1:]).bitwise_and_(0xBF)
     words = torch.stack([ORDERS[on.kind.value].prepared(codes) for codes in stored])
     tiles = rowops.tiles(rowops.RowOpSpec(on.op, on.kind), *_W)
-    nan = (torch.arange(tiles) < tiles // E).int()
+    nan = (torch.arange(tiles, device="cpu") < tiles // E).int()
     looks = rowops.LOOKS if stored.dtype is torch.float8_e4m3fn else 0
     for name, want, source, flags in (("words", words, stored, looks), ("stored", stored, words, rowops.BACK)):
         other = "stored" if name == "words" else "words"

@@ -71,7 +71,7 @@ def _numbers(elements: Elements, matrix: Quantised) -> torch.Tensor:
     if elements.bits == 8:
         return codes.float()
     if elements.name == "e2m1":
-        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes.device)
+        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32, device=codes.device)
         pairs = torch.stack((table.repeat(16), table.repeat_interleave(16)), 1)  # the two numbers of each byte
         return torch.nn.functional.embedding(codes.int(), pairs).flatten(-2)
     numbers = unpack(codes).float()
@@ -171,7 +171,7 @@ def _e2m1(w: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     size = (w * inverse).abs().clamp_(max=E2M1_MOST)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     nearest = torch.round(size / step).mul_(step).contiguous()
-    code = torch.bucketize(nearest, torch.tensor(_E2M1, device=w.device), out_int32=True)
+    code = torch.bucketize(nearest, torch.tensor(_E2M1, dtype=torch.float32, device=w.device), out_int32=True)
     return pack((code | (w.signbit().int() << 3)).to(torch.uint8))
 
 

@@ -239,7 +239,7 @@ class ExpertWeights:
     def from_state_dict(cls, format: str, state: Mapping[str, torch.Tensor]) -> ExpertWeights:
         """The weights of a state that ``state_dict`` returned, with ``format``."""
         tensors = dict(state)
-        number = torch.as_tensor(tensors.pop("order", torch.zeros(())))
+        number = torch.as_tensor(tensors.pop("order", torch.zeros((), dtype=torch.int64, device="cpu")))
         if number.dtype is torch.bool or number.dim():
             raise bad("order", described(number), "a number, as state_dict has it")
         try:
@@ -612,7 +612,7 @@ class ExpertWeights:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """``tensors()``, and the number of the layout of the codes as ``order``: what to save beside ``format``."""
-        return {**self.tensors(), "order": torch.tensor(self.order)}
+        return {**self.tensors(), "order": torch.tensor(self.order, dtype=torch.int64, device="cpu")}
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy or pickle: float8 as bytes, for torch can't pickle it by itself.

@@ -56,7 +56,7 @@ def column_codes(
     padded.index_copy_(0, torch.where(place < 0, P, place), rows.float())
     groups = padded[:P].view(P // GROUP, GROUP, C // GROUP, GROUP)
     size = torch.where(groups == groups, groups.abs(), 0)
-    factor = size.amax((1, 3) if blocks else 1) * torch.tensor(1 / E4M3_MOST, device=t.device)
+    factor = size.amax((1, 3) if blocks else 1) * torch.tensor(1 / E4M3_MOST, dtype=torch.float32, device=t.device)
     factor = torch.where(factor > 0, factor.clamp(min=_LEAST), 1)
     inverse = factor.reciprocal().view(P // GROUP, 1, C // GROUP, 1 if blocks else GROUP)
     codes = (groups * inverse).clamp_(-E4M3_MOST, E4M3_MOST).to(torch.float8_e4m3fn).view(P, C)

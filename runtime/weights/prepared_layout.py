@@ -139,8 +139,8 @@ def _codes(name: str) -> tuple[_Move, _Move]:
     dtype = torch.uint8 if four else torch.float8_e4m3fn
     # s = (word, first of a code's numbers in a half), h the second; of e4m3 a word has one s.
     words, inner = (2, per_half) if four else (4, per_half)
-    row = torch.arange(BLOCK)[:, None]
-    exchanged = torch.arange(4) ^ row // 2 % 4  # [R, c], its own inverse
+    row = torch.arange(BLOCK, device="cpu")[:, None]
+    exchanged = torch.arange(4, device="cpu") ^ row // 2 % 4  # [R, c], its own inverse
 
     def prepared(codes: torch.Tensor) -> torch.Tensor:
         flat = unpack(codes) if four else codes.view(torch.uint8)

@@ -23,7 +23,7 @@ def codes_of_rows(x: torch.Tensor, scale: Scale) -> tuple[torch.Tensor, torch.Te
     group = scale.columns or K
     scales = torch.zeros(K // group, scale_columns(M), dtype=torch.float32, device=x.device)
     codes = torch.empty(M, K // BLOCK, BLOCK, dtype=torch.uint8, device=x.device)
-    order = torch.tensor(K_ORDER, device=x.device)
+    order = torch.tensor(K_ORDER, dtype=torch.int64, device=x.device)
     step = max(1, _CHUNK_ELEMENTS // K)
     for first in range(0, M, step):
         groups = x[first : first + step].float().view(-1, K // group, group)
@@ -40,7 +40,7 @@ def values_of_rows(codes: torch.Tensor, scales: torch.Tensor, here: slice) -> to
     rows = codes[here]
     bits = rows.view(torch.uint8).view(len(rows), -1, BLOCK)
     natural = torch.empty_like(bits)
-    natural[..., torch.tensor(K_ORDER, device=bits.device)] = bits
+    natural[..., torch.tensor(K_ORDER, dtype=torch.int64, device=bits.device)] = bits
     groups = natural.view(torch.float8_e4m3fn).float().view(len(rows), scales.shape[0] if scales.dim() == 2 else 1, -1)
     factor = scales[:, here].T if scales.dim() == 2 else scales[here][:, None]
     return (groups * factor[..., None]).view(rows.shape)

@@ -399,7 +399,7 @@ def _like(like: Any, tensor: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     shape = torch.Size((like.shape[0], *tensor.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
     spread: torch.Tensor = DTensor.from_local(
         tensor, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
     )

@@ -258,7 +258,7 @@ def try_once(experts: Any, layer: Any, w13: torch.Tensor) -> None:
     x = torch.zeros(*shape, dtype=moe.in_dtype, device=w13.device)
     counts = torch.ones(moe.num_local_experts, dtype=torch.int32, device=w13.device)
     ids = torch.zeros(1, moe.experts_per_token, dtype=torch.int32, device=w13.device)
-    weights = torch.zeros(1, moe.experts_per_token, device=w13.device)
+    weights = torch.zeros(1, moe.experts_per_token, dtype=torch.float32, device=w13.device)
     with torch.no_grad():
         experts.apply(
             output=torch.empty_like(x),

@@ -352,9 +352,14 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
             for end, shape, dtype, kind in zip(format.ends, format.shapes(N, K, halves), dtypes, kinds, strict=False):
                 _parameter(layer, f"{which}_{end}", torch.zeros(E, *shape, dtype=dtype), kind)
             if format.ends[0] == "weight_packed" and format.name.startswith("int4"):
-                _parameter(layer, f"{which}_weight_shape", torch.zeros(E, 2), of_scale)
+                _parameter(layer, f"{which}_weight_shape", torch.zeros(E, 2, dtype=torch.float32), of_scale)
             for name in (f"{which}_{end}" for end in format.unread if "weight_loader" in attributes):
-                _parameter(layer, name, torch.empty(0), of_tensor | {"weight_loader": self._passing_over(name)})
+                _parameter(
+                    layer,
+                    name,
+                    torch.empty(0, dtype=torch.float32),
+                    of_tensor | {"weight_loader": self._passing_over(name)},
+                )
             if self.moe.has_bias or format.packing == "gptq":  # whose checkpoints may have more biases than the model
                 _parameter(layer, f"{which}_bias", torch.zeros(E, N, dtype=self.moe.in_dtype), attributes)
 

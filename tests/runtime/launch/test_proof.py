@@ -193,6 +193,27 @@ def test_passes_over_rows(op: RowOp, alignment: int, gpu: EmulatedGpu) -> None:
     assert "elements are wrong" in str(proof.tried(kernel))
 
 
+@pytest.fixture
+def bf16_by_default() -> Iterator[None]:
+    """torch's default dtype while vLLM makes a model in bf16: it is every thread's."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("op", [op for op in RowOp if op not in rowops.WEIGHT_OPS])
+def test_row_kernels_are_right_whatever_the_default_dtype(op: RowOp, bf16_by_default: None, gpu: EmulatedGpu) -> None:
+    """A right kernel found wrong would be left out for good on this machine."""
+    assert proof.tried(row_kernel(gpu, op, 16)) is None
+
+
+@pytest.mark.parametrize("spec", rowops.weight_specs(tuple(DType)), ids=str)
+def test_kernels_of_weights_are_right_whatever_the_default_dtype(
+    spec: RowOpSpec, bf16_by_default: None, gpu: EmulatedGpu
+) -> None:
+    assert proof.tried(gpu.load(spec)) is None
+
+
 @pytest.mark.parametrize("spec", rowops.weight_specs(tuple(DType)), ids=str)
 def test_kernels_of_weights(spec: RowOpSpec, gpu: EmulatedGpu) -> None:
     kernel = gpu.load(spec)
