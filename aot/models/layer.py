@@ -94,6 +94,7 @@ def _number(values: Mapping[str, object], name: str) -> float | None:
 MAX_TOKENS = 1 << 24
 MAX_ROWS = 1 << 30  # the largest M: a bucket is a power of two and fits int32
 _SHOWN = 64  # the largest divisor that an error lists
+_FP8_BLOCK = 128  # rows and columns of w that have one scale in fp8 training
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,8 @@ class LayerShard:
     (least, most) number of tokens of one step, counted over all ep ranks. ``layouts``: the weights' layouts.
     ``zero_experts`` and ``activation`` are the layer's. ``weights``: the requested formats; ``dtypes``: the dtypes that
     are built; ``instead``: the dtypes built on a capability that has code for none of them. ``pads``: programs pad
-    quantised weights so that they can be prepared, as the serving plug-ins do.
+    quantised weights so that they can be prepared, as the serving plug-ins do. ``trains_in_fp8``: programs train with
+    ``precision="fp8"``, whose dX is a forward of fp8_block weights with N and K exchanged.
     """
 
     name: str
@@ -181,6 +183,7 @@ class LayerShard:
     instead: tuple[DType, ...] = ()
     activation: Activation | None = None
     pads: bool = True
+    trains_in_fp8: bool = False
 
     @property
     def experts_per_rank(self) -> int:
@@ -236,6 +239,11 @@ class LayerShard:
             problems.append(f"tp={self.tp} does not divide I={self.I}; tp can be {_divisors(self.I)}")
         if self.E % self.ep:
             problems.append(f"ep={self.ep} does not divide E={self.E}; ep can be {_divisors(self.E)}")
+        if self.trains_in_fp8 and (self.H % _FP8_BLOCK or self.width % _FP8_BLOCK):
+            problems.append(
+                f"training=fp8 with H={self.H} and I/tp={self.width}: wanted multiples of {_FP8_BLOCK}, the size of a "
+                "block of weights; leave training= out to build for bf16"
+            )
         if self.experts_per_rank > MAX_EXPERTS:
             problems.append(
                 f"{self.experts_per_rank} experts on a rank, shared ones included, wanted at most {MAX_EXPERTS}"

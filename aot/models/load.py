@@ -41,6 +41,7 @@ class SpecOptions:
     ops: tuple[Op, ...] | None = None
     layout: tuple[Layout, ...] | None = None
     weights: tuple[str, ...] | None = None
+    training: str | None = None
     tokens: tuple[int, int] = (1, 65_536)
     gated: bool | None = None
     shared: bool = False
@@ -86,6 +87,7 @@ def parse_options(options: Sequence[str]) -> tuple[SpecOptions, list[str]]:
         "ops": lambda key, text: _choices_of(key, text, {op.value: op for op in Op}),
         "layout": lambda key, text: _choices_of(key, text, {layout.value: layout for layout in PLAIN_LAYOUTS}),
         "weights": lambda key, text: _choices_of(key, text, {name: name for name in PRECISIONS}),
+        "training": lambda key, text: _choice(key, text, {"fp8": "fp8"}),
         "tokens": _tokens,
         "gated": lambda key, text: _choice(key, text, {"1": True, "0": False}),
         "shared": lambda key, text: _choice(key, text, {"fuse": True, "no": False}),
@@ -190,7 +192,7 @@ def _tokens(key: str, text: str) -> tuple[int, int]:
     return least, most
 
 
-def _choice(key: str, text: str, choices: dict[str, bool]) -> bool:
+def _choice(key: str, text: str, choices: dict[str, T]) -> T:
     if text not in choices:
         raise InputError(f"{key}={text}: wanted {' or '.join(choices)}")
     return choices[text]
@@ -460,6 +462,8 @@ def _shards(meaning: _Meaning, options: SpecOptions, only: Sequence[Op]) -> Iter
         fused = _fused(layer, problems) if options.shared else 0
         weights = options.weights or (layer.weights,)
         built = options.dtype or _dtypes(weights)
+        if options.training:
+            built = tuple(dict.fromkeys((*built, DType.FP8_BLOCK)))
         for tp, ep in itertools.product(options.tp, options.ep):
             shard = LayerShard(
                 name=_name(options.name or meaning.name, layer.part),
@@ -479,6 +483,7 @@ def _shards(meaning: _Meaning, options: SpecOptions, only: Sequence[Op]) -> Iter
                 zero_experts=layer.zero_experts,
                 weights=weights,
                 activation=layer.activation,
+                trains_in_fp8=options.training == "fp8",
             )
             problems.extend(shard.contradictions())
             shards.append(shard if options.dtype or options.weights else _as_published(shard))

@@ -137,6 +137,12 @@ def _quantised(shape: LayerShard, dtype: DType) -> Iterator[Problem]:
 
     A forward of prepared weights has its rows gathered beforehand, so it is planned without a gather.
     """
+    if shape.trains_in_fp8 and dtype is DType.FP8_BLOCK:
+        for gemm in shape.gemms():
+            for N, K in ((gemm.N, gemm.K), (gemm.K, gemm.N)):  # the forward, and dX by w transposed
+                yield Problem(Op.FORWARD, dtype, gemm.E, N, K)
+        if dtype.value not in shape.weights:
+            return
     for op in (Op.FORWARD, Op.DX):
         for layout, gemms in ((Layout.NK, shape.gemms(dtype)), (Layout.STORED, shape.gemms())):
             for gemm, moves in zip(gemms, _MOVES[op], strict=True) if op in shape.ops else ():

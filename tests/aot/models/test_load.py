@@ -319,6 +319,8 @@ def test_one_name_for_two_sizes() -> None:
         (MINE + " weights=bf16 dtype=fp16", "weights=bf16 and dtype=fp16 disagree"),
         (MINE + " dtype=bfloat16", r"unknown dtype 'bfloat16'; did you mean 'bf16'\?"),
         (MINE + " ops=forwards", r"unknown ops 'forwards'; did you mean 'forward'\?"),
+        (MINE + " training=int8", "training=int8: wanted fp8"),
+        ("shape:E=8,H=256,I=192,k=2 training=fp8", r"H=256 and I/tp=192: wanted multiples of 128"),
         (MINE + " tokens=64..1", "wanted 1 <= least <= most"),
         (MINE + " tokens=0..1", "wanted 1 <= least <= most"),
         (MINE + " tokens=1-64", "wanted least..most"),

@@ -64,6 +64,23 @@ def test_a_low_rank_part_has_a_few_variants_of_each_product_and_no_problem() -> 
     assert low_rank_specs(plan([halves]).problems, 90, Pool()) == ()
 
 
+def test_training_in_fp8_is_a_forward_of_either_direction_of_w() -> None:
+    (shard,) = load_models(["Qwen/Qwen3-30B-A3B training=fp8 tokens=8192"]).shapes
+    of_codes = {problem for problem in plan([shard]).problems if problem.dtype.quantised}
+    sizes = ((1536, 2048), (2048, 1536), (2048, 768), (768, 2048))
+    assert of_codes == {Problem(Op.FORWARD, DType.FP8_BLOCK, 128, N, K) for N, K in sizes}
+    assert {problem.op for problem in plan([shard]).problems if not problem.dtype.quantised} == set(Op)
+    assert of_codes <= set(planned_on(plan([shard]), [90]).problems)
+    assert not of_codes & set(planned_on(plan([shard]), [80]).problems)
+
+
+def test_training_in_fp8_of_a_quantised_checkpoint_also_has_its_own_problems() -> None:
+    (serving,) = load_models(["deepseek-ai/DeepSeek-V3 ep=8 weights=fp8_block tokens=8192"]).shapes
+    both = plan([replace(serving, trains_in_fp8=True)]).problems
+    assert set(both) > set(plan([serving]).problems)
+    assert Problem(Op.FORWARD, DType.FP8_BLOCK, 32, 2048, 7168) in both
+
+
 def test_rows() -> None:
     assert QWEN3.rows == (8, 524288)
     assert replace(QWEN3, ep=16, tokens=(1, 3)).rows == (1, 2)
