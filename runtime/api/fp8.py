@@ -5,6 +5,7 @@ Checks look at outlines of the weights: tensors of their shape in x's dtype, wit
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +16,20 @@ from ...kernels.hopper_w8a8_block import GROUP
 from ...kernels.registry import has_code
 from ..check import tensors
 from ..check.call import Form, casts, check
-from ..driver.device import local_gpu, without_autocast
+from ..check.tensors import in_memory
+from ..driver.device import current_stream, local_gpu, without_autocast
+from ..launch.program import Results
 from ..ops import fp8_training, fp8_weights
+from ..ops.fp8_weights import Fp8Weights
 from ..ops.layer import Layer, Weights
-from ..ops.routing import Routing
+from ..ops.routing import Routing, sort
 from ..weights.expert_weights import ExpertWeights
+from .layer_plan import LayerPlan
 
+# Function.apply does this and, for calls inside torch.func's transforms, more.
+_apply_layer: Callable[..., torch.Tensor] = super(torch.autograd.Function, fp8_training.Fp8Layer).apply
+_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
 _OF_WEIGHTS = (torch.bfloat16, torch.float32)
 
 
@@ -126,12 +135,12 @@ def product(
             )
     w3 = tensors.three_dimensional(w, m_sizes.shape[0], form.layout)
     with without_autocast(x.device.type):
-        fp8 = fp8_weights.of_forward(w, w3, form.layout, learns=learns)
+        fp8 = fp8_weights.in_block(w, w3, form.layout, learns=learns)
         if learns:
             how = call.form, (call.M, call.x_rows, call.y_rows), fp8
             y: torch.Tensor = fp8_training.Fp8Gemm.apply(x, w3, call.m_sizes, weights, bias, index, *how)  # type: ignore[no-untyped-call]
             return y
-        y = fp8_training.product(call._replace(w=fp8.of_forward), x, out)
+        y = fp8_training.product(call._replace(w=w3), x, fp8, out)
     if out is not None:  # a launch changes it unseen
         torch.autograd.graph.increment_version(out)
     return y
@@ -144,20 +153,132 @@ def layer(
     topk_weights: torch.Tensor,
     how: Layer,
     into: torch.Tensor | None,
+    plan: Fp8LayerPlan | None = None,
 ) -> torch.Tensor:
-    """The result [T, H] of a checked layer, whose weights are the caller's own."""
-    gate_up, down, *_ = parameters
+    """The result [T, H] of a checked layer, whose weights are the caller's own. ``plan`` records it."""
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, topk_weights, *parameters))
     with without_autocast(x.device.type):
-        first, second = (fp8_weights.of_forward(w, w, how.layout, learns=learns) for w in (gate_up, down))
-        fp8, biases = (first, second), (parameters.gate_up_bias, parameters.down_bias)
+        fp8 = _in_block(parameters, how, learns=learns)
         if learns:
-            out: torch.Tensor = fp8_training.Fp8Layer.apply(x, *parameters, topk_weights, routing, how, fp8)  # type: ignore[no-untyped-call]
+            out: torch.Tensor = fp8_training.Fp8Layer.apply(x, *parameters, topk_weights, routing, how, fp8, plan)  # type: ignore[no-untyped-call]
             return out
         same = into is not None and into.dtype is x.dtype
-        run = fp8_training.layer_forward
-        result, _ = run(how, x, fp8, biases, routing, topk_weights, keeps_h=False, into=into if same else None)
+        run = fp8_training.layer_forward if plan is None else plan.forward
+        result, _ = run(how, x, parameters, fp8, routing, topk_weights, keeps_h=False, into=into if same else None)
     return result if into is None or same else into.copy_(result)
+
+
+def _in_block(parameters: Weights, how: Layer, *, learns: bool) -> tuple[Fp8Weights, Fp8Weights]:
+    """What an open block keeps of a layer's weights, which are the caller's own tensors."""
+    first, second = (fp8_weights.in_block(w, w, how.layout, learns=learns) for w in parameters[:2])
+    return first, second
+
+
+class Fp8LayerPlan(LayerPlan):
+    """One layer's programs in fp8, which quantise its weights each time but for those that a block keeps."""
+
+    __slots__ = ()
+    masters = True
+
+    def call(
+        self,
+        hidden: torch.Tensor,
+        gate_up: Any,
+        down: Any,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor | None = None,
+        lora: Any = None,
+    ) -> torch.Tensor | None:
+        parameters = Weights(gate_up, down, gate_up_bias, down_bias)
+        if lora is not None or not self.takes(hidden, parameters, ids, weights, out):
+            return None
+        grad = (self.grad or (out is not None and out.requires_grad)) and torch.is_grad_enabled()
+        if grad and (out is not None or _transformed()):
+            return None
+        x = hidden if hidden.dim() == 2 else hidden.view(-1, hidden.shape[-1])
+        routing, fp8 = sort(ids, self.E), _in_block(parameters, self.how, learns=grad)
+        if grad:
+            result = _apply_layer(x, *parameters, weights, routing, self.how, fp8, self)
+        else:
+            into = None if out is None else out.view(x.shape)
+            result = self.forward(self.how, x, parameters, fp8, routing, weights, keeps_h=False, into=into)[0]
+        if out is not None:
+            _written(out)
+            return out
+        return result if hidden.dim() == 2 else result.view(hidden.shape)
+
+    def forward(  # type: ignore[override]
+        self,
+        how: Layer,
+        x: torch.Tensor,
+        parameters: Weights,
+        fp8: tuple[Fp8Weights, Fp8Weights],
+        routing: Routing,
+        weights: torch.Tensor,
+        *,
+        keeps_h: bool,
+        into: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run ``fp8_training.layer_forward`` without checks."""
+        M, kept = routing.gather_indices.numel(), [each.of_forward for each in fp8]
+        inputs = (x, *parameters, *_tensors_of(kept), weights, *routing, into)
+        key = (keeps_h, *(w is None for w in kept))
+        program = self.programs.get(key)
+        if program is not None:
+            return program.run(M, current_stream(self._device), inputs)  # type: ignore[return-value]
+        with without_autocast(x.device.type):
+            results, program = self._recorded(
+                M,
+                inputs,
+                lambda executor: fp8_training.layer_forward(
+                    how, x, parameters, fp8, routing, weights, keeps_h=keeps_h, into=into, executor=executor
+                ),
+            )
+        if program is not None:
+            self.programs[key] = program
+        return results  # type: ignore[return-value]
+
+    def gradients(  # type: ignore[override]
+        self,
+        how: Layer,
+        dout: torch.Tensor,
+        x: torch.Tensor | None,
+        matrices: Sequence[fp8_training.SavedWeights],
+        down_bias: torch.Tensor | None,
+        weights: torch.Tensor,
+        h: torch.Tensor,
+        routing: Routing,
+        needs: tuple[bool, ...],
+    ) -> Results | None:
+        """Run ``fp8_training.gradients`` by a program; None if that has to compute them."""
+        T, M = dout.shape[0], routing.gather_indices.shape[0]
+        if T * how.top_k != M or h.shape[0] != M or weights.shape[0] != T or (x is not None and x.shape[0] != T):
+            return None
+        dout = in_memory("dout", dout, "moe_mlp")
+        kept = [saved.kept for saved in matrices]
+        guarded = (dout, h, x, weights, *(saved.w for saved in matrices), down_bias, *_tensors_of(kept))
+        inputs, key = (*guarded, *routing), (*needs, *(w is None for w in kept))
+        gradient = self._gradients.get(key)
+        if gradient is not None:
+            return self._again(gradient, M, inputs, loose=4)
+        return self._first(
+            key,
+            M,
+            inputs,
+            len(guarded),
+            lambda executor: fp8_training.gradients(
+                how, dout, x, matrices, down_bias, weights, h, routing, needs, executor
+            ),
+            loose=4,
+        )
+
+
+def _tensors_of(kept: Sequence[ExpertWeights | None]) -> tuple[torch.Tensor | None, ...]:
+    """Codes and scales of kept weights; None for others."""
+    return tuple(tensor for w in kept for tensor in ((None, None) if w is None else (w.codes, w.scale)))
 
 
 def _outline(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -55,8 +55,7 @@ def run(
     """The result of ``moe_mlp``.
 
     ``parameters`` are the weights and biases of both products, ``act`` the activation, and whether it has a gate, and
-    an interleaved one. A plan of the layer, where there is one, is put into ``snapshot``, under ``key``; with a
-    ``precision`` there is none.
+    an interleaved one. A plan of the layer, where there is one, is put into ``snapshot``, under ``key``.
 
     Raises
     ------
@@ -75,11 +74,10 @@ def run(
         hidden = hidden.stand_in()
     asked: torch.Tensor = hidden
     own = gate_up_weight, down_weight
+    biases = gate_up_bias, down_bias
     if precision is not None:
         from . import fp8  # here, as few calls have a precision
 
-        if tensors.duals._current_level >= 0:
-            tensors.no_tangents("moe_mlp", hidden, *own, topk_weights, gate_up_bias, down_bias)
         (hidden, gate_up_bias, down_bias), (gate_up_weight, down_weight) = fp8.checked_weights(
             "moe_mlp",
             precision,
@@ -133,8 +131,13 @@ def run(
     is_traced = tensors.is_traced(x, gate_up_weight, topk_ids, *others, *low)
     if coded is not None:
         _check_coded(is_traced, weights_on, adapters, others)
+    plan: Any = None
+    is_planned = key is not None and snapshot is not None and lora is None
     if precision is not None:
-        result = _in_fp8(x, own, (gate_up_bias, down_bias), topk_ids, topk_weights, how, w_layout, out)
+        if is_planned:
+            masters = weights_of(*own, *biases)
+            plan = plan_layer(how, asked, masters, topk_ids, topk_weights, out, kind=fp8.Fp8LayerPlan)
+        result = _in_fp8(x, own, (gate_up_bias, down_bias), topk_ids, topk_weights, how, w_layout, out, plan)
     elif drops or weights_on == "input" or is_traced:
         result = _composed(
             x,
@@ -154,12 +157,11 @@ def run(
             return out.copy_(result.view(out.shape))
     else:
         weights = weights_of(gate_up_weight, down_weight, gate_up_bias, down_bias)
-        plan = None
-        if key is not None and snapshot is not None and lora is None:
+        if is_planned:
             plan = plan_layer(how, hidden, weights, topk_ids, topk_weights, out)
         result = _fused(x, weights, topk_ids, topk_weights, how, w_layout, plan, out, adapters, key, coded)
-        if plan is not None and snapshot is not None and plan.programs:
-            remember(snapshot.plans, key, plan)
+    if plan is not None and snapshot is not None and plan.programs:
+        remember(snapshot.plans, key, plan)
     if out is not None:
         _written(out)
         return out
@@ -289,8 +291,9 @@ def _in_fp8(
     how: Layer,
     w_layout: str,
     into: torch.Tensor | None,
+    plan: Any,
 ) -> torch.Tensor:
-    """The layer in fp8 of the caller's ``own`` weights; their outlines were checked."""
+    """The layer in fp8 of the caller's ``own`` weights; their outlines were checked. A ``Fp8LayerPlan`` records it."""
     from . import fp8
 
     routing = sort(ids, own[0].shape[0])
@@ -300,7 +303,7 @@ def _in_fp8(
     wide = layer.columns(own[0], how.layout)
     fp8.check_whole("moe_mlp", H=x.shape[1], I=wide // 2 if how.act.gated else wide, **{"gate_up's columns": wide})
     into = None if into is None else into.view(-1, into.shape[-1])
-    return fp8.layer(x, Weights(*own, *biases), routing, weights, how, into)
+    return fp8.layer(x, Weights(*own, *biases), routing, weights, how, into, plan)
 
 
 def _checked(

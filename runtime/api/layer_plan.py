@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ from ..ops.routing import Routing, sort
 from ..weights.expert_weights import ExpertWeights
 
 _W: TypeAlias = "torch.Tensor | ExpertWeights"
+_Plan = TypeVar("_Plan", bound="LayerPlan")
 
 # Function.apply does this and, for calls inside torch.func's transforms, more.
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, MoeLayer).apply
@@ -44,8 +45,9 @@ stream_of = current_stream
 
 
 class LayerPlan(Programs):
-    """One layer's programs."""
+    """One layer's programs. With ``masters`` its weights may be of another dtype than hidden."""
 
+    masters = False
     __slots__ = ("E", "_behind", "_dense", "_low", "_lows", "_same", "_sizes", "_there", "how", "programs")
 
     def __init__(
@@ -66,7 +68,7 @@ class LayerPlan(Programs):
             type(parameters) is Weights,
         )
         self._there, self._behind = itemgetter(*there), behind  # where biases and adapters begin
-        self.programs: dict[bool, Program] = {}  # by whether h is kept
+        self.programs: dict[object, Program] = {}  # by whether h is kept
 
     def call(
         self,
@@ -225,7 +227,8 @@ def plan_layer(
     weights: torch.Tensor,
     out: torch.Tensor | None = None,
     adapters: Adapters = NO_ADAPTERS,
-) -> LayerPlan | None:
+    kind: type[_Plan] = LayerPlan,  # type: ignore[assignment]
+) -> _Plan | None:
     """An empty plan for this layer, or None where the next one like it needs another look.
 
     The tensors are as the caller passed them; adapters are as the products take them.
@@ -242,7 +245,10 @@ def plan_layer(
     ):
         return None
     for tensor in parameters[:2]:
-        if not (tensor.is_prepared if isinstance(tensor, ExpertWeights) else tensor.dtype is hidden.dtype):
+        if isinstance(tensor, ExpertWeights):
+            if not tensor.is_prepared:
+                return None
+        elif not kind.masters and tensor.dtype is not hidden.dtype:
             return None
     operands = _operands(parameters)
     inputs = (hidden, ids, weights, *operands, *(() if adapters is NO_ADAPTERS else _low(adapters)))
@@ -260,7 +266,7 @@ def plan_layer(
         loose.append(len(tensors))
         tensors.append(out)
     same = guard(*tensors, loose=loose)
-    return None if same is None else LayerPlan(how, hidden, parameters, there, behind, same, grad)
+    return None if same is None else kind(how, hidden, parameters, there, behind, same, grad)
 
 
 def _takes_results(out: torch.Tensor, read: Sequence[torch.Tensor]) -> bool:

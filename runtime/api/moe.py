@@ -109,7 +109,7 @@ def moe_mlp(
         assert isinstance(hidden, torch.Tensor)  # others have no key, and ``run`` looks at them
     key: object = None
     snapshot = None
-    if precision is None and not _tracing():
+    if not _tracing():
         # First: what is chosen before a ``reload`` is not kept in a table from after.
         snapshot = hooks.current() if hooks.blocks else hooks.snapshot
         if _duals._current_level >= 0:
@@ -143,6 +143,7 @@ def moe_mlp(
                     out is None,
                     None if lora is None else scales_of(lora),
                     None if expected_rows is None else expected_bucket("moe_mlp", expected_rows, T * k, "T*k"),
+                    precision,
                 )
                 if snapshot is None and tensors.on_gpu(hidden):
                     snapshot = _later()[0].snapshot()

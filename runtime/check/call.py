@@ -445,12 +445,12 @@ class Starts(NamedTuple):
 
 
 class TransposedWeights(NamedTuple):
-    """w of a backward in fp8: ``weights`` returns E matrices [K, N], so dx = dy @ w is a forward of quantised dy.
+    """w of a backward in fp8: ``weights(executor)`` are E matrices [K, N], so dx = dy @ w is a forward of quantised dy.
 
     ``dtype`` is dw's.
     """
 
-    weights: Callable[[], ExpertWeights]
+    weights: Callable[[Any], ExpertWeights]
     dtype: torch.dtype
 
 

@@ -6,6 +6,7 @@ and aligned: torch does the same then.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,14 +17,16 @@ from ...kernels.hopper_w8a8_block import ADDS, FP32, GROUP, places_for
 from ...kernels.rowops import ALONG_K, ALONG_N, BLOCKS, FP32_WEIGHTS, MOST_SORTED_EXPERTS, PICKED
 from ...kernels.spec import MAX_EXPERTS
 from ..dispatch import snapshot as dispatch_snapshot
-from ..driver.device import current_stream, local_gpu, on, platform_supported
+from ..driver.device import local_gpu, on, platform_supported
 from ..weights.expert_weights import ExpertWeights
 from ..weights.fp8_codes import ColumnCodes
 from . import rowops
 from .product_kernels import ProductKernel, lookup, name_of, step_of
+from .program import EAGER, EagerExecutor, Step
 
 if TYPE_CHECKING:
     from ..dispatch.snapshot import Usable
+    from ..driver.rowops import RowOpLauncher
 
 _MOST = 2**31 - 1
 _FLOATS = {torch.bfloat16: 0, torch.float32: FP32_WEIGHTS}
@@ -31,7 +34,13 @@ _RESULTS = {torch.bfloat16: 0, torch.float32: FP32}
 
 
 def column_codes(
-    t: torch.Tensor, m_sizes: torch.Tensor, index: torch.Tensor | None, top_k: int, *, blocks: bool
+    t: torch.Tensor,
+    m_sizes: torch.Tensor,
+    index: torch.Tensor | None,
+    top_k: int,
+    *,
+    blocks: bool,
+    executor: EagerExecutor = EAGER,
 ) -> ColumnCodes | None:
     """Codes along M of sorted rows t [M, C], or of rows t[index // top_k]."""
     M, E, C = t.shape[0] if index is None else index.shape[0], m_sizes.shape[0], t.shape[1]
@@ -43,27 +52,50 @@ def column_codes(
     launch = rowops.launcher(RowOp.QUANTIZE_COLUMNS, DType.BF16, t.get_device(), aligned=True)
     if launch is None:
         return None
-    P = places_for(M, E)
-    codes = t.new_empty((C, P), dtype=torch.float8_e4m3fn)
-    scale = t.new_empty((P // GROUP, C // GROUP if blocks else C), dtype=torch.float32)
-    run = launch.bind(
+    step = _columns_step(
+        launch,
         columns=C,
-        places=P,
         E=E,
         top_k=top_k,
         index_step=1 if index is None else step_of(index),
         m_sizes_step=step_of(m_sizes),
         flags=(BLOCKS if blocks else 0) | (0 if index is None else PICKED),
     )
-    there = {"x": t, "index": index, "m_sizes": m_sizes, "column_codes": codes, "column_scale": scale}
-    tensors = map(there.get, launch.operands)
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    of_codes, of_scale = partial(_codes_size, C, E), partial(_scale_size, C // GROUP if blocks else C, E)
     with on(t.get_device()):
-        run(M, current_stream(t.get_device()), *addresses)
+        codes = executor.new(t, of_codes(M), torch.float8_e4m3fn, per=of_codes)
+        scale = executor.new(t, of_scale(M), torch.float32, per=of_scale)
+        there = {"x": t, "index": index, "m_sizes": m_sizes, "column_codes": codes, "column_scale": scale}
+        executor.run(step, M, there)
     return ColumnCodes(codes, scale, M)
 
 
-def grad_weight(dy: ColumnCodes, x: ColumnCodes, m_sizes: torch.Tensor, dw: torch.Tensor, *, accumulate: bool) -> bool:
+def _codes_size(columns: int, E: int, M: int) -> tuple[int, ...]:
+    return columns, places_for(M, E)
+
+
+def _scale_size(scales: int, E: int, M: int) -> tuple[int, ...]:
+    return places_for(M, E) // GROUP, scales
+
+
+def _columns_step(launch: RowOpLauncher, *, E: int, **numbers: int) -> Step:
+    """The launch of codes along M; it reads ``places``, a number of M."""
+
+    def run(M: int, stream: int, *addresses: int) -> None:
+        launch.bind(E=E, places=places_for(M, E), **numbers)(M, stream, *addresses)
+
+    return Step(run, f"quantise {numbers['columns']} columns along M", launch.operands)
+
+
+def grad_weight(
+    dy: ColumnCodes,
+    x: ColumnCodes,
+    m_sizes: torch.Tensor,
+    dw: torch.Tensor,
+    *,
+    accumulate: bool,
+    executor: EagerExecutor = EAGER,
+) -> bool:
     """Write dw [E, N, K] of these codes, or add to it."""
     E, N, K = dw.shape
     usable = dw.is_contiguous() and m_sizes.is_contiguous() and dw.dtype in _RESULTS and 0 < E <= MAX_EXPERTS
@@ -73,11 +105,10 @@ def grad_weight(dy: ColumnCodes, x: ColumnCodes, m_sizes: torch.Tensor, dw: torc
     kernel = _kernel_for(E, N, K, x.M, m_sizes)
     if kernel is None:
         return False
-    launch = kernel.launcher
-    run = launch.bind(dw_flags=_RESULTS[dw.dtype] | (ADDS if accumulate else 0))
+    step = Step.of(kernel.launcher, kernel.name, dw_flags=_RESULTS[dw.dtype] | (ADDS if accumulate else 0))
     of = {"dw": dw, "m_sizes": m_sizes, "dy": dy.codes, "x": x.codes, "dy_scale": dy.scale, "x_scale": x.scale}
     with on(dw.get_device()):
-        run(x.M, current_stream(dw.get_device()), *(of[name].data_ptr() for name in launch.operands))
+        executor.run(step, x.M, of)
     return True
 
 
@@ -107,7 +138,7 @@ def _kernel_for(E: int, N: int, K: int, M: int, m_sizes: torch.Tensor) -> Produc
 
 
 def blocks(
-    w: torch.Tensor, *, along_k: bool, along_n: bool
+    w: torch.Tensor, *, along_k: bool, along_n: bool, executor: EagerExecutor = EAGER
 ) -> tuple[ExpertWeights | None, ExpertWeights | None] | None:
     """Prepared fp8_block weights of w [E, N, K], and of w.transpose(1, 2), of one read of w."""
     E, N, K = w.shape
@@ -118,17 +149,25 @@ def blocks(
     launch = rowops.launcher(RowOp.QUANTIZE_BLOCKS, DType.BF16, w.get_device(), aligned=True)
     if launch is None:
         return None
-    ways = [_room(w, E, N, K) if along_k else None, _room(w, E, K, N) if along_n else None]
     flags = _FLOATS[w.dtype] | (ALONG_K if along_k else 0) | (ALONG_N if along_n else 0)
-    words = {"w": w.data_ptr(), "M": N, "columns": K, "step_expert": w.stride(0), "step_row": w.stride(1)}
-    for way, (codes, scale) in zip(ways, (("words", "scales"), ("across_words", "across_scales")), strict=True):
-        words |= {codes: 0, scale: 0} if way is None else {codes: way.codes.data_ptr(), scale: way.scale.data_ptr()}
+    words = {"M": N, "columns": K, "step_expert": w.stride(0), "step_row": w.stride(1), "flags": flags}
+    programs, operands = E * (N // GROUP) * (K // GROUP), launch.operands
+
+    def run(_M: int, stream: int, *addresses: int) -> None:
+        launch(programs, stream, words | dict(zip(operands, addresses, strict=True)))
+
+    step = Step(run, f"quantise weights of {N} rows and {K} columns", operands, has_rows=False)
     with on(w.get_device()):
-        launch(E * (N // GROUP) * (K // GROUP), current_stream(w.get_device()), {**words, "flags": flags})
+        ways = [_room(w, E, N, K, executor) if along_k else None, _room(w, E, K, N, executor) if along_n else None]
+        there: dict[str, torch.Tensor | None] = {"w": w}
+        for way, (codes, scale) in zip(ways, (("words", "scales"), ("across_words", "across_scales")), strict=True):
+            there |= {} if way is None else {codes: way.codes, scale: way.scale}
+        executor.run(step, 0, there)
     return ways[0], ways[1]
 
 
-def _room(like: torch.Tensor, E: int, N: int, K: int) -> ExpertWeights:
+def _room(like: torch.Tensor, E: int, N: int, K: int, executor: EagerExecutor) -> ExpertWeights:
     """New prepared weights, whose memory nothing is written to."""
-    codes = like.new_empty((E, N // 64, K // 64, 64, 4, 4), dtype=torch.int32)
-    return ExpertWeights("fp8_block", codes, like.new_empty((E, N // GROUP, K // GROUP), dtype=torch.float32))
+    codes = executor.new(like, (E, N // 64, K // 64, 64, 4, 4), torch.int32, per=0)
+    scale = executor.new(like, (E, N // GROUP, K // GROUP), torch.float32, per=0)
+    return ExpertWeights("fp8_block", codes, scale)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 stream_of = current_stream
 
 Given: TypeAlias = "Sequence[torch.Tensor | None]"
+Per: TypeAlias = "int | Callable[[int], tuple[int, ...]]"  # of new memory (``EagerExecutor.new``)
 Results: TypeAlias = "Sequence[torch.Tensor | None]"
 
 MOST_PLANS = 4096  # plans, of about 2 KB; a layer's with its gradient has 17 KB, with adapters 33 KB
@@ -51,13 +52,15 @@ class Step(NamedTuple):
     """One launch, prepared except for its addresses and its number of rows.
 
     ``run(M, stream, *addresses)`` launches it for M sorted rows. ``operands`` names the tensors at these addresses, 0
-    is none. ``name`` is for people. Without ``scales`` it depends on sizes of its call other than M.
+    is none. ``name`` is for people. Without ``scales`` it depends on sizes of its call other than M. Without
+    ``has_rows`` it reads no rows, and M is of no account: it quantises weights.
     """
 
     run: Callable[..., None]
     name: str
     operands: tuple[str, ...]
     scales: bool = True
+    has_rows: bool = True
 
     @classmethod
     def of(
@@ -85,8 +88,11 @@ class Step(NamedTuple):
 class EagerExecutor:
     """Runs each step at once."""
 
-    def new(self, like: torch.Tensor, size: tuple[int, ...], dtype: torch.dtype | None = None, *, per: int = 1) -> Any:
-        """Memory on like's device, in its dtype. The size begins with M // ``per``; with 0 it is always the same."""
+    def new(self, like: torch.Tensor, size: tuple[int, ...], dtype: torch.dtype | None = None, *, per: Per = 1) -> Any:
+        """Memory on like's device, in its dtype.
+
+        The size begins with M // ``per``; with 0 it is always the same; with a function it is ``per(M)``.
+        """
         return like.new_empty(size, dtype=dtype)
 
     def run(self, step: Step, M: int, operands: Mapping[str, torch.Tensor | None]) -> None:
@@ -130,14 +136,14 @@ class Recorder(EagerExecutor):
                 self._name(tensor, self._many)
             self._many += 1
 
-    def new(self, like: torch.Tensor, size: tuple[int, ...], dtype: torch.dtype | None = None, *, per: int = 1) -> Any:
+    def new(self, like: torch.Tensor, size: tuple[int, ...], dtype: torch.dtype | None = None, *, per: Per = 1) -> Any:
         memory = super().new(like, size, dtype, per=per)
-        self._whole &= not per or size[0] == self._M // per
+        self._whole &= per(self._M) == size if callable(per) else not per or size[0] == self._M // per
         self._written.append(_New(self._fresh(memory), per, tuple(size), memory.dtype, like.device))
         return memory
 
     def run(self, step: Step, M: int, operands: Mapping[str, torch.Tensor | None]) -> None:
-        self._whole &= M == self._M and (step.scales or not self._varies)
+        self._whole &= (M == self._M or not step.has_rows) and (step.scales or not self._varies)
         self._written.append(_Run(step, tuple(self._slot(operands.get(name)) for name in step.operands)))
         super().run(step, M, operands)
 
@@ -191,7 +197,7 @@ class Recorder(EagerExecutor):
 
 class _New(NamedTuple):
     slot: int
-    per: int
+    per: Per
     size: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -273,10 +279,13 @@ def _source(written: Sequence[_Noted], inputs: int, results: tuple[int, ...], na
     for at, noted in enumerate(written):
         if isinstance(noted, _New):
             names[f"empty{at}"], names[f"dtype{at}"] = allocator(noted.device), noted.dtype
+            if callable(noted.per):
+                names[f"size{at}"] = _with_strides(noted.per)
+                lines.append(f"t{noted.slot} = empty{at}(*size{at}(M), dtype{at})")
+                continue
             rows = str(noted.size[0]) if not noted.per else "M" if noted.per == 1 else f"M // {noted.per}"
             size = "".join(f"{part}, " for part in (rows, *noted.size[1:]))
-            strides = tuple(torch.empty(noted.size, dtype=torch.uint8, device="meta").stride())
-            lines.append(f"t{noted.slot} = empty{at}(({size}), {strides}, dtype{at})")
+            lines.append(f"t{noted.slot} = empty{at}(({size}), {_strides(noted.size)}, dtype{at})")
         elif isinstance(noted, _Run):
             names[f"run{at}"] = noted.step.run
             lines.append(f"run{at}(M, stream, {', '.join(map(address, noted.reads))})")
@@ -288,6 +297,21 @@ def _source(written: Sequence[_Noted], inputs: int, results: tuple[int, ...], na
         lines += [f"del t{slot}" for slot in done]
     lines.append("return " + "".join(f"t{slot}, " if slot else "None, " for slot in results))
     return "def run(M, stream, inputs):\n    " + "\n    ".join(lines)
+
+
+def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(torch.empty(size, dtype=torch.uint8, device="meta").stride())
+
+
+def _with_strides(size_of: Callable[[int], tuple[int, ...]]) -> Callable[[int], tuple[tuple[int, ...], ...]]:
+    """A function of M that returns the size and the strides of dense memory."""
+
+    @functools.lru_cache(16)
+    def both(M: int) -> tuple[tuple[int, ...], ...]:
+        size = size_of(M)
+        return size, _strides(size)
+
+    return both
 
 
 def guard(*tensors: torch.Tensor, loose: Collection[int] = ()) -> Guard | None:

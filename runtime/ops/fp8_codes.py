@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..check import tensors
+from ..launch.program import EAGER, EagerExecutor
 from ..weights import fp8_codes
 from ..weights.expert_weights import ExpertWeights
 from ..weights.fp8_codes import ColumnCodes
@@ -16,7 +17,13 @@ __all__ = ["ColumnCodes", "column_codes", "dW_of_codes", "quantise_weights"]
 
 
 def column_codes(
-    t: torch.Tensor, m_sizes: torch.Tensor, index: torch.Tensor | None = None, top_k: int = 1, *, blocks: bool = False
+    t: torch.Tensor,
+    m_sizes: torch.Tensor,
+    index: torch.Tensor | None = None,
+    top_k: int = 1,
+    *,
+    blocks: bool = False,
+    executor: EagerExecutor = EAGER,
 ) -> ColumnCodes:
     """Quantise sorted rows t [M, C] along M; with ``index`` [M] the rows t[index // top_k].
 
@@ -26,9 +33,10 @@ def column_codes(
     if tensors.on_gpu(t):
         from ..launch import fp8_codes as launch
 
-        codes = launch.column_codes(t, m_sizes, index, top_k, blocks=blocks)
+        codes = launch.column_codes(t, m_sizes, index, top_k, blocks=blocks, executor=executor)
         if codes is not None:
             return codes
+    executor.unplanned()
     return fp8_codes.column_codes(t, m_sizes, index, top_k, blocks=blocks)
 
 
@@ -39,6 +47,7 @@ def dW_of_codes(
     out: torch.Tensor | None = None,
     accumulate: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    executor: EagerExecutor = EAGER,
 ) -> torch.Tensor:
     """Return dw [E, N, K] = dy8.T @ x8 of each expert's rows, summed in float32; zeros of an expert without rows.
 
@@ -46,22 +55,25 @@ def dW_of_codes(
     added to it with ``accumulate``: dense, bfloat16 or float32. Without it new memory of ``dtype`` is returned.
     """
     E, N, K = m_sizes.shape[0], dy.codes.shape[0], x.codes.shape[0]
-    given, dw = out is not None, torch.empty((E, N, K), dtype=dtype, device=x.codes.device) if out is None else out
+    given, dw = out is not None, executor.new(x.codes, (E, N, K), dtype, per=0) if out is None else out
+    if given or not x.M:
+        executor.unplanned()
     if not x.M:
         return dw if accumulate else dw.zero_()
     if tensors.on_gpu(dw):
         from ..launch import fp8_codes as launch
 
-        if launch.grad_weight(dy, x, m_sizes, dw, accumulate=accumulate):
+        if launch.grad_weight(dy, x, m_sizes, dw, accumulate=accumulate, executor=executor):
             if given:
                 torch.autograd.graph.increment_version(dw)
             return dw
+    executor.unplanned()
     fp8_codes.grad_weight(dy, x, m_sizes, dw, accumulate=accumulate)
     return dw
 
 
 def quantise_weights(
-    w: torch.Tensor, *, rows: bool = True, columns: bool = True
+    w: torch.Tensor, *, rows: bool = True, columns: bool = True, executor: EagerExecutor = EAGER
 ) -> tuple[ExpertWeights | None, ExpertWeights | None]:
     """Return prepared fp8_block weights of w [E, N, K] (``rows``) and of w.transpose(1, 2) (``columns``).
 
@@ -72,9 +84,10 @@ def quantise_weights(
         if tensors.on_gpu(w):
             from ..launch import fp8_codes as launch
 
-            both = launch.blocks(w, along_k=rows, along_n=columns)
+            both = launch.blocks(w, along_k=rows, along_n=columns, executor=executor)
             if both is not None:
                 return both
+        executor.unplanned()
         return (
             ExpertWeights("fp8_block", *fp8_codes.blocks(w)) if rows else None,
             ExpertWeights("fp8_block", *fp8_codes.blocks(w.transpose(1, 2))) if columns else None,

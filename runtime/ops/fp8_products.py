@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ...artifacts.records import Layout
 from ...artifacts.tuples import NamedTuple
+from ..launch.program import EAGER, EagerExecutor
 from . import tokens
 from .fp8_codes import column_codes, dW_of_codes
 from .products import weight
@@ -23,9 +26,10 @@ class Picked(NamedTuple):
     top_k: int = 1
     bounds: torch.Tensor | None = None
 
-    def gathered(self) -> torch.Tensor:
+    def gathered(self, executor: EagerExecutor = EAGER) -> torch.Tensor:
         """The sorted rows in memory of their own."""
-        return self.rows if self.index is None else tokens.gather(self.rows, self.index, self.top_k, self.bounds)
+        rows, index = self.rows, self.index
+        return rows if index is None else tokens.gather(rows, index, self.top_k, self.bounds, executor)
 
 
 def multiplies_codes(N: int, K: int) -> bool:
@@ -34,7 +38,13 @@ def multiplies_codes(N: int, K: int) -> bool:
 
 
 def grad_weight(
-    dy: Picked, x: Picked, m_sizes: torch.Tensor, layout: Layout, dtype: torch.dtype, bucket: int | None = None
+    dy: Picked,
+    x: Picked,
+    m_sizes: torch.Tensor,
+    layout: Layout,
+    dtype: torch.dtype,
+    bucket: int | None = None,
+    executor: EagerExecutor = EAGER,
 ) -> torch.Tensor:
     """dw[e] = q(dy).T @ q(x) of expert e's rows: [E, N, K], or [E, K, N] with ``Layout.KN``; zeros without rows.
 
@@ -43,9 +53,12 @@ def grad_weight(
     """
     N, K = dy.rows.shape[1], x.rows.shape[1]
     if not multiplies_codes(N, K):
-        return weight(dy.gathered(), x.gathered(), m_sizes, layout=layout, bucket=bucket).to(dtype)
+        dw = weight(
+            dy.gathered(executor), x.gathered(executor), m_sizes, layout=layout, bucket=bucket, executor=executor
+        )
+        return dw if dw.dtype is dtype else executor.call(partial(torch.Tensor.to, dtype=dtype), dw)
     if layout is Layout.KN:  # dw[e].T: the operands change places
         dy, x = x, dy
-    left = column_codes(dy.rows.contiguous(), m_sizes, dy.index, dy.top_k)
-    right = column_codes(x.rows.contiguous(), m_sizes, x.index, x.top_k, blocks=True)
-    return dW_of_codes(left, right, m_sizes, dtype=dtype)
+    left = column_codes(dy.rows.contiguous(), m_sizes, dy.index, dy.top_k, executor=executor)
+    right = column_codes(x.rows.contiguous(), m_sizes, x.index, x.top_k, blocks=True, executor=executor)
+    return dW_of_codes(left, right, m_sizes, dtype=dtype, executor=executor)

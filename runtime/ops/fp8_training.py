@@ -11,6 +11,8 @@ dW is that of ``fp8_products.py``. Sums are fp32. w is bfloat16 or float32, and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +23,13 @@ from ..check.call import Call, Form, Fusions, Rows, TransposedWeights
 from ..check.saved import Saved
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
+from ..launch.program import EAGER, EagerExecutor
 from ..weights.expert_weights import ExpertWeights
 from . import activation, autograd, layer, low_rank, tokens
 from .activation import Needs
 from .autograd import differentiated_once, note_mode, wanted
 from .fp8_products import Picked, grad_weight
-from .fp8_weights import Fp8Weights, of_dx
+from .fp8_weights import Fp8Weights, of_dx, of_forward
 from .layer import (
     NO_ADAPTERS,
     NOTHING_NARROW,
@@ -40,6 +43,7 @@ from .layer import (
     ones,
     row_scales,
     slot_weights,
+    zeros,
 )
 from .products import new_rows, weight
 from .routing import Routing
@@ -61,7 +65,7 @@ class Fp8Gemm(torch.autograd.Function):
         sizes: tuple[int, int, int],
         fp8: Fp8Weights,
     ) -> torch.Tensor:
-        """The product; what a gradient needs is saved."""
+        """The product; what a gradient needs is saved. ``fp8`` is what a block keeps of w."""
         note_mode(ctx)
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         inner = needs_x or needs_weights
@@ -71,7 +75,7 @@ class Fp8Gemm(torch.autograd.Function):
         )
         kind = None if weights is None else weights.dtype
         ctx.call = form, sizes, fp8.of_dx if inner else None, w.shape, w.dtype, kind
-        return product(Call(form, fp8.of_forward, m_sizes, Fusions(index, weights, bias), *sizes), x)
+        return product(Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes), x, fp8)
 
     @staticmethod
     @differentiated_once
@@ -82,19 +86,23 @@ class Fp8Gemm(torch.autograd.Function):
         m_sizes = autograd.counts_as_saved(dy, None, w_shape, m_sizes, weights, kind)
         dy = in_memory("dy", dy)
         with without_autocast(dy.device.type):
-            if w is not None:
-                w = Saved("grouped_gemm", w_dtype, dy.device).weights("w", w, w_shape)
             call = Call(
                 form, dy.new_empty(w_shape[-1:]).expand(w_shape), m_sizes, Fusions(index, weights, bias), *sizes
             )
-            call = call._replace(of_dx=_transposed(w, of_weights, form.layout, w_dtype))
+            saved = SavedWeights("w", w, of_weights, w_shape, w_dtype)
+            call = call._replace(of_dx=saved.transposed("grouped_gemm", dy.device, form.layout))
             dx, dw, dweights, dbias = autograd.backward(call, dy, x, wanted(ctx.needs_input_grad, form))
         return dx, dw, None, dweights, dbias, None, None, None, None
 
 
-def product(call: Call, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """y of a call whose w is quantised, without a gradient."""
-    return low_rank.forward(call._replace(form=call.form._replace(layout=Layout.NK)), x.contiguous(), out)
+def product(
+    call: Call, x: torch.Tensor, fp8: Fp8Weights, out: torch.Tensor | None = None, executor: EagerExecutor = EAGER
+) -> torch.Tensor:
+    """y of a call, without a gradient; ``fp8`` is what a block keeps of its w."""
+    layout = call.form.layout
+    w = of_forward(call.dense, layout, executor) if fp8.of_forward is None else fp8.of_forward
+    call = call._replace(form=call.form._replace(layout=Layout.NK), w=w)
+    return low_rank.forward(call, x.contiguous(), out, executor)
 
 
 class Fp8Layer(torch.autograd.Function):
@@ -112,10 +120,16 @@ class Fp8Layer(torch.autograd.Function):
         routing: Routing,
         how: Layer,
         fp8: tuple[Fp8Weights, Fp8Weights],
+        plan: Any = None,
     ) -> torch.Tensor:
-        """The layer; what a gradient needs is saved."""
+        """The layer; what a gradient needs is saved.
+
+        ``fp8`` is what a block keeps of both weights, and ``plan`` an ``api.fp8.Fp8LayerPlan``.
+        """
         note_mode(ctx)
-        out, h = layer_forward(how, x, fp8, (gate_up_bias, down_bias), routing, weights, keeps_h=True)
+        run = layer_forward if plan is None else plan.forward
+        parameters = Weights(gate_up, down, gate_up_bias, down_bias)
+        out, h = run(how, x, parameters, fp8, routing, weights, keeps_h=True)
         needs_x, needs_up, needs_down, needs_up_bias, _, needs_weights = ctx.needs_input_grad[:6]
         inner = needs_x or needs_up or needs_up_bias  # dh is needed
         needed = needs_x, inner or needs_weights
@@ -128,7 +142,7 @@ class Fp8Layer(torch.autograd.Function):
             weights,
             h if inner or needs_down or needs_weights else None,
         )
-        ctx.how, ctx.routing, ctx.kept = how, routing, Kept.of(weights, h)
+        ctx.how, ctx.routing, ctx.kept, ctx.plan = how, routing, Kept.of(weights, h), plan
         ctx.kinds = (gate_up.shape, gate_up.dtype), (down.shape, down.dtype)
         return out
 
@@ -138,44 +152,69 @@ class Fp8Layer(torch.autograd.Function):
         """The gradients that are needed, None for the others."""
         x, gate_up, down, down_bias, weights, h = ctx.saved_tensors
         ctx.kept.check(dout, weights, h)
-        dout = in_memory("dout", dout, "moe_mlp")
-        with without_autocast(dout.device.type):
-            transposed = []
-            names = ("gate_up_weight", "down_weight")
-            for name, w, kept, (shape, dtype) in zip(names, (gate_up, down), ctx.of_dx, ctx.kinds, strict=True):
-                if w is not None:
-                    w = Saved("moe_mlp", dtype, dout.device).weights(name, w, shape)
-                transposed.append(_transposed(w, kept, ctx.how.layout, dtype))
-            parameters = _Backward(transposed[0], transposed[1], down_bias)
-            results = gradients(ctx.how, dout, x, parameters, weights, h, ctx.routing, ctx.needs_input_grad[:6])
-        return (*results, None, None, None)
+        both = zip(("gate_up_weight", "down_weight"), (gate_up, down), ctx.of_dx, ctx.kinds, strict=True)
+        matrices = [SavedWeights(name, w, kept, *kind) for name, w, kept, kind in both]
+        needs, results = ctx.needs_input_grad[:6], None
+        if ctx.plan is not None and h is not None:
+            results = ctx.plan.gradients(ctx.how, dout, x, matrices, down_bias, weights, h, ctx.routing, needs)
+        if results is None:
+            dout = in_memory("dout", dout, "moe_mlp")
+            with without_autocast(dout.device.type):
+                results = gradients(ctx.how, dout, x, matrices, down_bias, weights, h, ctx.routing, needs)
+        return (*results, None, None, None, None)
 
 
-class _Backward(NamedTuple):
-    """The weights of a layer's backward, and its second bias."""
+class SavedWeights(NamedTuple):
+    """The weights of a product as a forward saved them: the tensor, or what a block keeps of it for dX, or neither."""
 
-    gate_up: TransposedWeights
-    down: TransposedWeights
-    down_bias: torch.Tensor | None
+    name: str
+    w: torch.Tensor | None
+    kept: ExpertWeights | None
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def transposed(self, call: str, device: torch.device, layout: Layout) -> TransposedWeights:
+        """The weights of dX: kept ones, or w, quantised for the time of its product.
+
+        Raises
+        ------
+        InputError
+            if a hook on saved tensors made another tensor of w.
+        """
+        kept, w = self.kept, self.w
+        if w is not None:
+            w = Saved(call, self.dtype, device).weights(self.name, w, tuple(self.shape))  # type: ignore[arg-type]
+
+        def weights(executor: EagerExecutor) -> ExpertWeights:
+            if kept is not None:
+                return kept
+            if w is None:
+                raise AssertionError("no dx is needed")
+            return of_dx(w, layout, executor)
+
+        return TransposedWeights(weights, self.dtype)
 
 
 def gradients(
     how: Layer,
     dout: torch.Tensor,
     x: torch.Tensor | None,
-    parameters: _Backward,
+    matrices: Sequence[SavedWeights],
+    down_bias: torch.Tensor | None,
     weights: torch.Tensor,
     h: torch.Tensor | None,
     routing: Routing,
     needs: tuple[bool, ...],
+    executor: EagerExecutor = EAGER,
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of x, gate_up, down, gate_up_bias, down_bias and weights that ``needs`` asks for.
 
-    Rows of dout and x are gathered by the row kernels that quantise them.
+    ``matrices`` are gate_up and down. Rows of dout and x are gathered by the row kernels that quantise them.
     """
-    saved = Weights(None, None, None, parameters.down_bias)  # type: ignore[arg-type]  # (weights were checked)
-    x, biases, weights, h, *_ = as_saved(how, dout, x, saved, weights, h, routing, NO_ADAPTERS, NOTHING_NARROW)
-    up, down, down_bias = parameters.gate_up, parameters.down, biases.down_bias
+    up, down = (saved.transposed("moe_mlp", dout.device, how.layout) for saved in matrices)
+    beside = Weights(None, None, None, down_bias)  # type: ignore[arg-type]  # (weights were checked)
+    x, biases, weights, h, *_ = as_saved(how, dout, x, beside, weights, h, routing, NO_ADAPTERS, NOTHING_NARROW)
+    down_bias = biases.down_bias
     needs_x, needs_up, needs_down, needs_up_bias, needs_down_bias, needs_weights = needs
     k, layout, act, bucket = how
     index, m_sizes, bounds, experts, places = routing
@@ -185,73 +224,73 @@ def gradients(
     dx = dup = ddown = dup_bias = ddown_bias = dweights = dh = a = None
     if h is not None:
         if inner or needs_weights:
-            da = new_rows(
-                Rows(Op.FORWARD, dout, down.weights(), m_sizes, Layout.NK, M, index, k, bounds=bounds, expected=bucket),
-                M,
-            )
+            w = down.weights(executor)
+            of_dout = Rows(Op.FORWARD, dout, w, m_sizes, Layout.NK, M, index, k, bounds=bounds, expected=bucket)
+            da = new_rows(of_dout, M, executor)
+            del w, of_dout
         else:
-            da = h.new_zeros((M, act.columns(h)))
+            da = executor.call(partial(zeros, act=act), h)
         dh, a, dweights = activation.gradient(
             h,
             da,
             act,
             Needs(inner, needs_down, needs_weights),
-            weights=slot_weights(weights, dout),
+            weights=slot_weights(weights, dout, executor),
             index=index,
             bounds=bounds,
             narrow=down_bias is None,
+            executor=executor,
         )
         del da
     if a is not None and needs_down:
-        ddown = grad_weight(Picked(dout, index, k, bounds), Picked(a), m_sizes, layout, down.dtype, bucket)
+        rows = Picked(dout, index, k, bounds), Picked(a)
+        ddown = grad_weight(*rows, m_sizes, layout, down.dtype, bucket, executor)
+        del rows
     del a
     if needs_down_bias:
-        dy = tokens.gather(dout, index, k, bounds)
-        ddown_bias = first_column(
-            weight(dy, row_scales(weights, index, dy.dtype), m_sizes, strict=False, bucket=bucket)
+        dy = tokens.gather(dout, index, k, bounds, executor)
+        scale = executor.call(partial(row_scales, dtype=dy.dtype), weights, index)
+        ddown_bias = executor.call(
+            first_column, weight(dy, scale, m_sizes, strict=False, bucket=bucket, executor=executor)
         )
-        del dy
+        del dy, scale
     if dweights is not None:
         more = () if down_bias is None else (dout, down_bias, experts)
-        dweights = of_weights(dweights, *more, top_k=k, E=E, dtype=weights.dtype)
+        dweights = executor.call(partial(of_weights, top_k=k, E=E, dtype=weights.dtype), dweights, *more)
     if dh is not None:
         if needs_x:
-            dx = new_rows(Rows(Op.FORWARD, dh, up.weights(), m_sizes, Layout.NK, M, expected=bucket), M)
-            dx = tokens.combine(dx, places, k)
+            of_dh = Rows(Op.FORWARD, dh, up.weights(executor), m_sizes, Layout.NK, M, expected=bucket)
+            dx = new_rows(of_dh, M, executor)
+            del of_dh
+            dx = tokens.combine(dx, places, k, executor=executor)
         if needs_up and x is not None:
-            dup = grad_weight(Picked(dh), Picked(x, index, k, bounds), m_sizes, layout, up.dtype, bucket)
+            rows = Picked(dh), Picked(x, index, k, bounds)
+            dup = grad_weight(*rows, m_sizes, layout, up.dtype, bucket, executor)
         if needs_up_bias:
-            dup_bias = first_column(weight(dh, ones(dh), m_sizes, strict=False, bucket=bucket))
+            beside_dh = executor.call(ones, dh)
+            dup_bias = executor.call(
+                first_column, weight(dh, beside_dh, m_sizes, strict=False, bucket=bucket, executor=executor)
+            )
     return dx, dup, ddown, dup_bias, ddown_bias, dweights
 
 
 def layer_forward(
     how: Layer,
     x: torch.Tensor,
+    parameters: Weights,
     fp8: tuple[Fp8Weights, Fp8Weights],
-    biases: tuple[torch.Tensor | None, torch.Tensor | None],
     routing: Routing,
     weights: torch.Tensor,
     *,
     keeps_h: bool,
     into: torch.Tensor | None = None,
+    executor: EagerExecutor = EAGER,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """out [T, H] and, with ``keeps_h``, h."""
-    parameters = FrozenWeights(fp8[0].of_forward, fp8[1].of_forward, *biases)
-    nk = how._replace(layout=Layout.NK)
-    return layer.forward(nk, x.contiguous(), parameters, routing, weights, keeps_h=keeps_h, into=into)[:2]
-
-
-def _transposed(
-    w: torch.Tensor | None, kept: ExpertWeights | None, layout: Layout, dtype: torch.dtype
-) -> TransposedWeights:
-    """The weights of a backward: kept ones, or w, quantised for the time of its product."""
-
-    def weights() -> ExpertWeights:
-        if kept is not None:
-            return kept
-        if w is None:
-            raise AssertionError("no dx is needed")
-        return of_dx(w, layout)
-
-    return TransposedWeights(weights, dtype)
+    """out [T, H] and, with ``keeps_h``, h. ``fp8`` is what a block keeps of both weights."""
+    up, down = (
+        of_forward(w, how.layout, executor) if kept.of_forward is None else kept.of_forward
+        for w, kept in zip(parameters[:2], fp8, strict=True)
+    )
+    quantised, nk = FrozenWeights(up, down, *parameters[2:]), how._replace(layout=Layout.NK)
+    run = layer.forward(nk, x.contiguous(), quantised, routing, weights, keeps_h=keeps_h, executor=executor, into=into)
+    return run[:2]

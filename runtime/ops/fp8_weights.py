@@ -10,19 +10,23 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...artifacts.records import Layout
 from ...artifacts.tuples import NamedTuple
+from ..launch.program import EAGER, EagerExecutor
 from ..settings import lock
 from ..weights.expert_weights import ExpertWeights, version_of
 from .fp8_codes import quantise_weights
 
 
 class Fp8Weights(NamedTuple):
-    """w of E experts in fp8 for a forward, [E, N, K], and for its backward, [E, K, N].
+    """w of E experts in fp8 that a block keeps for forwards, [E, N, K], and for their backwards, [E, K, N].
 
-    ``of_dx`` is None where the backward is to quantise w itself, which it has saved.
+    None where a forward, and a backward, is to quantise w itself.
     """
 
-    of_forward: ExpertWeights
+    of_forward: ExpertWeights | None
     of_dx: ExpertWeights | None
+
+
+NOTHING_KEPT = Fp8Weights(None, None)
 
 
 class _Kept(NamedTuple):
@@ -64,20 +68,21 @@ def reuse_fp8_weights() -> Iterator[None]:
                 _kept.clear()
 
 
-def of_forward(owner: torch.Tensor, w: torch.Tensor, layout: Layout, *, learns: bool) -> Fp8Weights:
-    """w [E, N, K], or [E, K, N] with ``Layout.KN``, in fp8. Within a block: the weights kept for ``owner``.
+def in_block(owner: torch.Tensor, w: torch.Tensor, layout: Layout, *, learns: bool) -> Fp8Weights:
+    """w [E, N, K], or [E, K, N] with ``Layout.KN``, in fp8, as an open block keeps it for ``owner``.
 
-    ``owner`` is the caller's tensor, of which w may be a view. ``learns``: a backward follows.
+    ``owner`` is the caller's tensor, of which w may be a view. ``learns``: a backward follows. Without a block nothing
+    is kept.
     """
-    w = w.detach()
     if not _blocks:
-        return Fp8Weights(_always(w, layout, transposed=False), None)
+        return NOTHING_KEPT
+    w = w.detach()
     state = (version_of(owner), owner.data_ptr(), owner.dtype, w.shape, w.stride(), layout, torch.is_inference(owner))
     kept: _Kept | None = _kept.get(owner)  # type: ignore[no-untyped-call]
     if kept is not None and kept.state == state:
         return kept.weights
     if not learns:  # an evaluation's forward needs one direction, and its weights are not kept
-        return Fp8Weights(_always(w, layout, transposed=False), None)
+        return NOTHING_KEPT
     weights = Fp8Weights(*_both(w, layout))
     with lock("fp8 weights"):
         if _blocks:
@@ -85,15 +90,20 @@ def of_forward(owner: torch.Tensor, w: torch.Tensor, layout: Layout, *, learns: 
     return weights
 
 
-def of_dx(w: torch.Tensor, layout: Layout) -> ExpertWeights:
+def of_forward(w: torch.Tensor, layout: Layout, executor: EagerExecutor = EAGER) -> ExpertWeights:
+    """w in fp8 as y = x @ w.T reads it, [E, N, K]."""
+    return _always(w.detach(), layout, executor, transposed=False)
+
+
+def of_dx(w: torch.Tensor, layout: Layout, executor: EagerExecutor = EAGER) -> ExpertWeights:
     """w in fp8 as dx = dy @ w reads it, [E, K, N]."""
-    return _always(w.detach(), layout, transposed=True)
+    return _always(w.detach(), layout, executor, transposed=True)
 
 
-def _always(w: torch.Tensor, layout: Layout, *, transposed: bool) -> ExpertWeights:
+def _always(w: torch.Tensor, layout: Layout, executor: EagerExecutor, *, transposed: bool) -> ExpertWeights:
     """One direction of w."""
     columns = transposed is (layout is Layout.NK)
-    pair = quantise_weights(_dense_rows(w), rows=not columns, columns=columns)
+    pair = quantise_weights(_dense_rows(w), rows=not columns, columns=columns, executor=executor)
     weights = pair[columns]
     if weights is None:
         raise AssertionError("the direction was asked for")

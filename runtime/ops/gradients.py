@@ -126,7 +126,7 @@ def grad_w_and_bias(
             from .fp8_products import Picked, grad_weight  # here, as few calls have a precision
 
             dtype, bucket = call.of_dx.dtype, form.bucket
-            dw = grad_weight(Picked(rows_dy), Picked(x), call.m_sizes, form.layout, dtype, bucket)
+            dw = grad_weight(Picked(rows_dy), Picked(x), call.m_sizes, form.layout, dtype, bucket, executor)
         else:
             dw = weight(
                 rows_dy, x, call.m_sizes, layout=form.layout, pin=form.pin_dw, bucket=form.bucket, executor=executor
@@ -170,14 +170,16 @@ def _scaled(call: Call, rows: torch.Tensor, flat: torch.Tensor | None) -> torch.
     return torch.mul(rows, scale, out=torch.empty_like(rows))
 
 
-def _rows_of_dx(call: Call, dy: GradY, flat: torch.Tensor | None, *, moves: bool) -> Rows:
+def _rows_of_dx(
+    call: Call, dy: GradY, flat: torch.Tensor | None, *, moves: bool, executor: EagerExecutor = EAGER
+) -> Rows:
     """dy @ w, into token order if it ``moves``."""
     form = call.form
     dy_rows, divisor = (dy.rows, 1) if dy.sorted is None else (dy.sorted, 0)
     used = call.fusions.index if moves or divisor or flat is not None else None
     op, w, layout = Op.DX, call.w, form.layout
     if call.of_dx is not None:
-        op, dy_rows, w, layout = Op.FORWARD, dy_rows.contiguous(), call.of_dx.weights(), Layout.NK
+        op, dy_rows, w, layout = Op.FORWARD, dy_rows.contiguous(), call.of_dx.weights(executor), Layout.NK
     return Rows(
         op,
         dy_rows,
@@ -203,7 +205,8 @@ def _grad_rows(
     moves = call.form.permute_x
     adapter, v = beside or (None, None)
     many = call.x_rows * call.form.topk if moves else call.M
-    return low_rank.product(_rows_of_dx(call, dy, flat, moves=moves), adapter, v, executor, many=many)
+    of_dx = _rows_of_dx(call, dy, flat, moves=moves, executor=executor)
+    return low_rank.product(of_dx, adapter, v, executor, many=many)
 
 
 def _places(m_sizes: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

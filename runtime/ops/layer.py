@@ -392,7 +392,7 @@ def with_adapters(
             of_dy = Rows(Op.DX, dy, parameters.down, m_sizes, layout, M, expected=bucket)
             da = low_rank.product(of_dy, second, v, executor)
         else:
-            da = executor.call(partial(_zeros, act=act), h)
+            da = executor.call(partial(zeros, act=act), h)
         dB = None
         if narrow.a is not None:
             dB = weight(
@@ -519,7 +519,7 @@ def _weighted(u: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> to
     return torch.mul(u, torch.take(weights.detach(), index)[:, None], out=torch.empty_like(u))
 
 
-def _zeros(h: torch.Tensor, act: RowActivation) -> torch.Tensor:
+def zeros(h: torch.Tensor, act: RowActivation) -> torch.Tensor:
     return h.new_zeros((h.shape[0], act.columns(h)))
 
 

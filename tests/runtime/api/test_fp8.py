@@ -396,9 +396,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     """The directions of each quantising of weights."""
     asked: list[tuple[bool, bool]] = []
 
-    def count(w: torch.Tensor, *, rows: bool = True, columns: bool = True) -> Any:
+    def count(w: torch.Tensor, *, rows: bool = True, columns: bool = True, **how: Any) -> Any:
         asked.append((rows, columns))
-        return quantise_weights(w, rows=rows, columns=columns)
+        return quantise_weights(w, rows=rows, columns=columns, **how)
 
     monkeypatch.setattr(fp8_weights, "quantise_weights", count)
     return asked

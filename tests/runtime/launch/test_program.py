@@ -164,3 +164,27 @@ def test_of_any_number_of_rows_it_has_no_size_of_the_first(monkeypatch: pytest.M
     assert made is not None
     found = made.run(10, 0, (x,))
     assert [None if one is None else tuple(one.shape) for one in found] == [(10, 5), (5, 5), None, (ROWS, 2)]
+
+
+def of_weights(executor: EagerExecutor, seen: list[tuple[int, ...]], x: torch.Tensor) -> torch.Tensor:
+    """Memory of a size that is a function of M, filled by a launch that reads no rows."""
+    y: torch.Tensor = executor.new(x, (3, 2 * len(x) + 1), torch.float64, per=lambda M: (3, 2 * M + 1))
+    executor.run(launched(seen)._replace(has_rows=False), 0, {"x": x, "y": y})
+    return y
+
+
+def test_sizes_that_are_functions_of_the_rows() -> None:
+    seen: list[tuple[int, ...]] = []
+    x = torch.zeros(ROWS, 3)
+    executor = Recorder(ROWS, (x,), varies=True)
+    made = executor.program(of_weights(executor, seen, x))
+    assert made is not None
+    for rows in (2, 7, 2):
+        (y,) = made.run(rows, 7, [torch.zeros(rows, 3)])
+        assert y is not None
+        assert (y.shape, y.stride(), y.dtype) == ((3, 2 * rows + 1), (2 * rows + 1, 1), torch.float64)
+        assert seen[-1][3] == y.data_ptr()
+    executor = Recorder(ROWS, (x,), varies=True)
+    y = executor.new(x, (3, ROWS), per=lambda M: (3, M + 1))
+    executor.run(launched(seen), ROWS, {"x": x, "y": y})
+    assert executor.program(y) is None  # the function says another size
