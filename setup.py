@@ -1,4 +1,4 @@
-"""What pyproject.toml can't say.
+"""The parts of the packaging that pyproject.toml can't express.
 
 The description that a package index shows is README.md with links that work there. And the bundles that ship, which the
 repository holds pressed to a tenth (artifacts/pressed), are unpacked: into a wheel, or, where a clone itself is
@@ -52,7 +52,7 @@ class BuildWithBundles(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:  # of a clone's folder, what an earlier one unpacked stays behind
-            there = {one.stem for one in (ROOT / "artifacts" / "pressed").glob("*.xz")}
+            there = {path.stem for path in (ROOT / "artifacts" / "pressed").glob("*.xz")}
             for old in Path(self.build_lib, "pretuned/artifacts/bundles").glob("*.msgpack"):
                 if old.name not in there:
                     old.unlink()

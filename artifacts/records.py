@@ -57,12 +57,12 @@ class DType(enum.Enum):
 
     @property
     def quantised(self) -> bool:
-        """Whether w has scales."""
+        """True if w has scales."""
         return self not in PLAIN_DTYPES
 
     @property
     def quantises_x(self) -> bool:
-        """Whether products read x as quantised codes with scales."""
+        """True if products read x as quantised codes with scales."""
         return self.precision.x.scale is not None
 
     @property
@@ -125,7 +125,7 @@ class Precision(NamedTuple):
 
     @property
     def quantised(self) -> bool:
-        """Whether w has scales."""
+        """True if w has scales."""
         return self.w.scale is not None
 
     def w_bytes(self, N: int, K: int) -> int:
@@ -418,7 +418,7 @@ _MOST_HELD = 10  # digests in that option, as an option has at most 200 characte
 
 
 class Source(enum.Enum):
-    """Whether a choice was measured on a GPU or computed by the cost model. A modelled choice is never called tuned."""
+    """The source of a choice: measured on a GPU, or computed by the cost model, which is never called tuned."""
 
     MEASURED = "measured"
     MODELLED = "modelled"

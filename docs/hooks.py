@@ -86,7 +86,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 def _targets(name: str, text: str) -> list[str]:
     """Paths in the repository that a file of it links to."""
-    return [_path(name, found) for _, found, _ in _LINK.findall(text) if not re.match(r"[a-z]+:", found)]
+    return [_path(name, target) for _, target, _ in _LINK.findall(text) if not re.match(r"[a-z]+:", target)]
 
 
 def _path(name: str, link: str) -> str:

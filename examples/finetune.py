@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     """Fit the layer to a fixed target; returns the loss of each step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     E, H, I, k, T = (128, 2048, 768, 8, 4096) if device == "cuda" else (4, 32, 16, 2, 64)
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     target = torch.randn(T, H, device=device) * 0.1
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, weight_decay=0.0)
     losses = []
-    for step in range(given.steps):
+    for step in range(args.steps):
         loss = (layer(hidden).float() - target).square().mean()
         optimizer.zero_grad()
         loss.backward()

@@ -80,7 +80,9 @@ def main() -> list[float]:
     model = get_peft_model(model, lora).to(device)
     model.print_trainable_parameters()
     model.train()
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=args.rate)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=args.rate
+    )
     losses = []
     for step in range(args.steps):
         batch = pieces[torch.randint(len(pieces), (args.batch,))].to(device)

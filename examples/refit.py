@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float]]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--format", default="fp8_block")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     E, H, I, k, T = (128, 2048, 768, 8, 512) if device == "cuda" else (4, 128, 128, 2, 32)
@@ -50,10 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float]]:
     weights = chosen.softmax(-1)
     optimizer = torch.optim.AdamW((gate_up, down), lr=1e-2, weight_decay=0.0)
 
-    twin = [ExpertWeights.quantize(w.detach(), given.format).prepare() for w in (gate_up, down)]
+    twin = [ExpertWeights.quantize(w.detach(), args.format).prepare() for w in (gate_up, down)]
     sample = sampler(lambda: moe_mlp(hidden, *twin, ids, weights, "silu"), device)
     losses = []
-    for step in range(given.steps):
+    for step in range(args.steps):
         loss = (moe_mlp(hidden, gate_up, down, ids, weights, "silu").float() - target).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float]]:
             held.copy_(w)  # check=False leaves out the search for NaN
         sampled = (sample().float() - target).square().mean()
         losses.append((loss.item(), sampled.item()))
-        print(f"step {step}: loss {losses[-1][0]:.4f}, of the {given.format} twin {losses[-1][1]:.4f}")
+        print(f"step {step}: loss {losses[-1][0]:.4f}, of the {args.format} twin {losses[-1][1]:.4f}")
     return losses
 
 

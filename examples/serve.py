@@ -38,9 +38,9 @@ def step_of(T: int, weights: tuple[torch.Tensor, torch.Tensor], k: int) -> Calla
 
     if device.type == "cpu":
 
-        def eager(*given: torch.Tensor) -> torch.Tensor:
-            for kept, one in zip((hidden, ids, routing), given, strict=True):
-                kept.copy_(one)
+        def eager(*args: torch.Tensor) -> torch.Tensor:
+            for kept, value in zip((hidden, ids, routing), args, strict=True):
+                kept.copy_(value)
             return run()
 
         return eager
@@ -54,9 +54,9 @@ def step_of(T: int, weights: tuple[torch.Tensor, torch.Tensor], k: int) -> Calla
     with torch.cuda.graph(graph):
         out = run()
 
-    def replay(*given: torch.Tensor) -> torch.Tensor:
-        for kept, one in zip((hidden, ids, routing), given, strict=True):
-            kept.copy_(one)
+    def replay(*args: torch.Tensor) -> torch.Tensor:
+        for kept, value in zip((hidden, ids, routing), args, strict=True):
+            kept.copy_(value)
         graph.replay()
         return out
 
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Serve a few steps of random tokens, and say what they came to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=4)
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     E, H, I, k = (128, 2048, 768, 8) if device == "cuda" else (8, 64, 32, 2)
 
@@ -78,9 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     steps = {T: step_of(T, weights, k) for T in SIZES}
 
     generator = torch.Generator().manual_seed(0)
-    for _ in range(given.steps):
+    for _ in range(args.steps):
         T = int(torch.randint(1, max(SIZES) + 1, (), generator=generator))  # requests that wait
-        size = next(one for one in SIZES if one >= T)
+        size = next(size for size in SIZES if size >= T)
         hidden = torch.zeros(size, H, device=device, dtype=torch.bfloat16)
         hidden[:T] = torch.randn(T, H, generator=generator).to(device, torch.bfloat16)
         chosen, ids = (hidden @ router.T).float().topk(k, dim=-1)

@@ -34,7 +34,7 @@ class Schedule(enum.IntEnum):
 
     @property
     def warp_specialized(self) -> bool:
-        """Whether some warps only load and others only multiply."""
+        """True if some warps only load and others only multiply."""
         return self >= Schedule.COOPERATIVE
 
 

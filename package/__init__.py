@@ -40,15 +40,15 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         from importlib.metadata import version
 
-        found: object = version("pretuned")
+        exported: object = version("pretuned")
     elif name in __all__:
         from . import runtime
 
-        found = getattr(runtime, name)
+        exported = getattr(runtime, name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found
-    return found
+    globals()[name] = exported
+    return exported
 
 
 def __dir__() -> list[str]:

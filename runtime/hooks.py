@@ -98,7 +98,7 @@ def allow_jit(allowed: bool = True) -> None:
 
 
 def jit_allowed() -> bool:
-    """Whether ``allow_jit`` was called, and all code need not be signed."""
+    """True if ``allow_jit`` was called, and all code need not be signed."""
     return _allowed and settings.settings().trusted_keys is None
 
 

@@ -64,7 +64,7 @@ def result_of_today(right: bool, why: str = "") -> Result:
     return Result(right, time.strftime("%Y-%m-%d", time.gmtime()), why[:_MOST_CHARS])
 
 
-def known(variant: Variant, local: LocalGpu) -> Result | None:
+def recorded(variant: Variant, local: LocalGpu) -> Result | None:
     """The variant's result on such a GPU, this process's or one of the file; None without one."""
     recall(local)
     return _memory.results.get((local.sm, local.gpu), {}).get(_digest(variant))

@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What all of xdist's workers share: what was compiled."""
+    """A directory that all of xdist's workers share, with what was compiled."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -78,7 +78,7 @@ def built_wheel(shared_dir: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def process_as_before() -> Iterator[None]:
-    """What a test changed of the process, the next one does not see: settings, who tunes and compiles, made-up GPUs.
+    """Restore the process after a test: settings, registered tuners and compilers, made-up GPUs.
 
     It is set up first, so it ends last: the environment is by then as it was.
     """
@@ -106,15 +106,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def asks_for_gpu_tests(config: pytest.Config) -> bool:
-    """Whether an argument is tests/gpu or in it."""
+    """Return True if an argument is tests/gpu or a path in it."""
     folder = ROOT / "tests" / "gpu"
-    named = [Path(config.invocation_params.dir, one.split("::")[0]).resolve() for one in config.args]
+    named = [Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args]
     return any(folder in (path, *path.parents) for path in named)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is for the night is slow, too: -m "not slow" leaves it out."""
+    """Mark nightly tests as slow, too, so that -m "not slow" leaves them out."""
     for item in items:
         if item.get_closest_marker("nightly") and not item.get_closest_marker("slow"):
             item.add_marker("slow")

@@ -24,7 +24,7 @@ ALLOWED = {
     "artifacts/signature.py": {"msgpack", "cryptography"},  # where keys are trusted
     "kernels": {"torch"},
     **{f"kernels/{name}.py": set() for name in ("arch", "chips", "spec", "entry", "activations", "cost")},
-    **{f"kernels/{one}": {"triton"} for one in ("gluon", *FOLDERS)},
+    **{f"kernels/{folder}": {"triton"} for folder in ("gluon", *FOLDERS)},
     "kernels/rowops": {"triton"},
     "runtime": {"torch"},
     "runtime/dispatch": set(),  # what chooses needs no torch
@@ -49,7 +49,7 @@ def foreign(root: Path) -> Iterator[str]:
     for layer in ("artifacts", "kernels", "runtime"):
         for path in sorted((root / layer).rglob("*.py")):
             name = str(path.relative_to(root))
-            allowed = ALLOWED[max((one for one in ALLOWED if f"{name}/".startswith(one + "/")), key=len)]
+            allowed = ALLOWED[max((prefix for prefix in ALLOWED if f"{name}/".startswith(prefix + "/")), key=len)]
             for line, package in imported(path):
                 if package not in {*sys.stdlib_module_names, *allowed, "pretuned"}:
                     yield f"{name}:{line}: imports {package}, allowed are {sorted(allowed)}"
@@ -61,8 +61,8 @@ def test_layers_import_the_packages_that_they_may() -> None:
 
 def test_the_runtime_needs_what_pyproject_declares() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = {re.split(r"\W", one)[0] for one in project["dependencies"]}
-    needed = [ALLOWED[one] for one in ("artifacts", "kernels", "runtime")]
+    declared = {re.split(r"\W", dependency)[0] for dependency in project["dependencies"]}
+    needed = [ALLOWED[layer] for layer in ("artifacts", "kernels", "runtime")]
     assert set().union(*needed) == declared == {"torch", "msgpack", "filelock"}
 
 

@@ -41,7 +41,7 @@ class Images:
     def build(self, context: Path, name: str) -> subprocess.CompletedProcess[str]:
         policy = self.folder / "policy.json"
         policy.write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
-        mounted = [word for one in self.mounts for word in ("-v", f"{one}:{one}:ro")]
+        mounted = [word for mount in self.mounts for word in ("-v", f"{mount}:{mount}:ro")]
         return self.buildah(
             "bud",
             "--isolation",
@@ -64,15 +64,17 @@ class Images:
             assert done.returncode == 0, done.stderr
             unpack = ["umoci", "unpack", "--image", f"{self.folder / name}:latest", root.parent]
             subprocess.run(unpack, capture_output=True, check=True)
-        told = subprocess.run(["skopeo", "inspect", "--config", layout], capture_output=True, text=True, check=True)
-        config = json.loads(told.stdout)["config"]
+        inspected = subprocess.run(
+            ["skopeo", "inspect", "--config", layout], capture_output=True, text=True, check=True
+        )
+        config = json.loads(inspected.stdout)["config"]
         assert config["User"] == "12345"
         lines = ["set -e", f"mount --bind {root} {root}"]
-        for one in (*self.mounts, "/dev"):
+        for mount in (*self.mounts, "/dev"):
             lines += [
-                f"mkdir -p {root}{one}",
-                f"mount --bind {one} {root}{one}",
-                f"mount -o remount,bind,ro {root}{one}",
+                f"mkdir -p {root}{mount}",
+                f"mount --bind {mount} {root}{mount}",
+                f"mount -o remount,bind,ro {root}{mount}",
             ]
         lines += [
             f"mount -o remount,bind,ro {root}",
@@ -100,25 +102,25 @@ def images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     pip.chmod(0o755)
     shared = root / "shared"
     shared.mkdir()
-    places = [Path(one).resolve() for one in sys.path if Path(one).name in ("site-packages", "dist-packages")]
-    for one in (found for place in places for found in place.iterdir()):
-        if not one.name.startswith(LEFT_OUT) and not (shared / one.name).is_symlink():
-            (shared / one.name).symlink_to(one)
+    places = [Path(entry).resolve() for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
+    for path in (path for place in places for path in place.iterdir()):
+        if not path.name.startswith(LEFT_OUT) and not (shared / path.name).is_symlink():
+            (shared / path.name).symlink_to(path)
     packages = root / "venv" / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
     (packages / "shared.pth").write_text("/shared\n")
-    mounts = ["/usr", *(str(one) for one in (Path(sys.base_prefix).resolve(), *places) if one.parts[1] != "usr")]
-    for one in (Path("/bin"), Path("/lib"), Path("/lib64")):
-        if one.is_symlink():
-            (root / one.name).symlink_to(one.readlink())
-        elif one.exists():
-            mounts.append(str(one))
+    mounts = ["/usr", *(str(place) for place in (Path(sys.base_prefix).resolve(), *places) if place.parts[1] != "usr")]
+    for path in (Path("/bin"), Path("/lib"), Path("/lib64")):
+        if path.is_symlink():
+            (root / path.name).symlink_to(path.readlink())
+        elif path.exists():
+            mounts.append(str(path))
     (root / "tmp").mkdir(mode=0o1777)
     words = ("FROM scratch", "COPY root /", "ENV PATH=/venv/bin:/usr/bin:/bin PIP_NO_INDEX=1")
     (folder / "base" / "Dockerfile").write_text("\n".join(words))
-    made = Images(folder, tuple(mounts))
-    done = made.build(folder / "base", "base")
+    images = Images(folder, tuple(mounts))
+    done = images.build(folder / "base", "base")
     assert done.returncode == 0, done.stderr
-    yield made
+    yield images
     shutil.rmtree(folder)  # half a GB
 
 
@@ -140,11 +142,11 @@ def test_the_image_serves_as_any_user_and_writes_nothing(images: Images, context
     served = images.run("served")
     assert served.returncode == 0, served.stderr
     assert served.stdout.count("mean square") == 4
-    told = images.run("served", ["python", "-m", "pretuned.runtime"])
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert "searched  /opt/pretuned/bundles (PRETUNED_BUNDLES): 1 bundle" in told.stdout
-    assert "catalogue-sm80.msgpack (sm_80" in told.stdout
-    assert "refused" not in told.stdout
+    done = images.run("served", ["python", "-m", "pretuned.runtime"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "searched  /opt/pretuned/bundles (PRETUNED_BUNDLES): 1 bundle" in done.stdout
+    assert "catalogue-sm80.msgpack (sm_80" in done.stdout
+    assert "refused" not in done.stdout
     wrote = images.run("served", ["python", "-c", "import os; print(os.getuid()); open('/tmp/x', 'w')"])
     assert wrote.stdout == "54321\n"
     assert "Read-only file system" in wrote.stderr
@@ -160,7 +162,7 @@ def test_a_bundle_that_can_t_be_opened_ends_the_build(images: Images, context: P
 
 @pytest.mark.nightly
 def test_bundles_are_copied_from_a_packed_image(images: Images, context: Path) -> None:
-    """As the page's table says: COPY --from of what aot pack --oci wrote."""
+    """The page's table uses COPY --from of the image that aot pack --oci wrote."""
     packed = [
         sys.executable,
         "-m",
@@ -188,6 +190,6 @@ def test_bundles_are_copied_from_a_packed_image(images: Images, context: Path) -
     )
     built = images.build(context, "copied")
     assert built.returncode == 0, built.stdout + built.stderr
-    told = images.run("copied", ["python", "-m", "pretuned.runtime"])
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert "/opt/pretuned/bundles/catalogue-sm80.msgpack (sm_80" in told.stdout
+    done = images.run("copied", ["python", "-m", "pretuned.runtime"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "/opt/pretuned/bundles/catalogue-sm80.msgpack (sm_80" in done.stdout

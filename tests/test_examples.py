@@ -18,28 +18,28 @@ ELSEWHERE = {"finetune_lora.py"}  # on a checkpoint of its own: runtime/test_fin
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each prints, by its name."""
-    found = {}
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the output of each example, by its name."""
+    results = {}
     for name, words in WORDS.items():
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         done = warm.run([EXAMPLES / name, *words], cwd=tmp_path_factory.mktemp("here"), env=env)
         assert done.returncode == 0, f"{name}:\n{done.stderr}"
-        found[name] = done.stdout
-    return found
+        results[name] = done.stdout
+    return results
 
 
 def test_every_example_is_run_and_listed() -> None:
-    assert {one.name for one in EXAMPLES.glob("*.py")} == set(WORDS) | ELSEWHERE
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(WORDS) | ELSEWHERE
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    for one in EXAMPLES.rglob("*"):
-        assert one.name == "README.md" or one.is_dir() or f"({one.relative_to(EXAMPLES)})" in page
+    for path in EXAMPLES.rglob("*"):
+        assert path.name == "README.md" or path.is_dir() or f"({path.relative_to(EXAMPLES)})" in page
 
 
 def test_the_notebook_runs_without_a_gpu(tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / "cpu.ipynb").read_text(encoding="utf-8"))["cells"]
-    code = "\n".join("".join(one["source"]) for one in cells if one["cell_type"] == "code")
-    assert not any(one.get("outputs") for one in cells)
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert not any(cell.get("outputs") for cell in cells)
     done = warm.run(["-c", code], cwd=tmp_path, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     assert "E=128 N=1536 K=2048 M=8192" in done.stdout
@@ -54,24 +54,24 @@ def test_a_deployment_has_probes_and_checks_before_it_starts() -> None:
     assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(serve)
 
 
-def test_each_step_is_served_in_the_next_size(told: dict[str, str]) -> None:
-    steps = re.findall(r"^(\d+) tokens in a step of (\d+): mean square ([\d.]+)$", told["serve.py"], re.MULTILINE)
+def test_each_step_is_served_in_the_next_size(outputs: dict[str, str]) -> None:
+    steps = re.findall(r"^(\d+) tokens in a step of (\d+): mean square ([\d.]+)$", outputs["serve.py"], re.MULTILINE)
     assert len(steps) == 4
     for tokens, size, square in steps:
-        assert int(size) == min(one for one in (1, 8, 64) if one >= int(tokens))
+        assert int(size) == min(bucket for bucket in (1, 8, 64) if bucket >= int(tokens))
         assert float(square) > 0
 
 
-def test_the_twin_follows_the_layer(told: dict[str, str]) -> None:
+def test_the_twin_follows_the_layer(outputs: dict[str, str]) -> None:
     """It is of the weights after the step, and so ahead of the loss before it."""
-    pairs = re.findall(r"loss ([\d.]+), of the fp8_block twin ([\d.]+)", told["refit.py"])
+    pairs = re.findall(r"loss ([\d.]+), of the fp8_block twin ([\d.]+)", outputs["refit.py"])
     losses, twins = ([float(pair[at]) for pair in pairs] for at in (0, 1))
     assert len(losses) == 12
     assert twins[-1] < 0.7 * losses[0]
     assert all(abs(twin - after) < 0.1 * after for twin, after in zip(twins, losses[1:], strict=False))
 
 
-def test_the_layer_learns(told: dict[str, str]) -> None:
-    losses = [float(one) for one in re.findall(r"loss ([\d.]+)", told["finetune.py"])]
+def test_the_layer_learns(outputs: dict[str, str]) -> None:
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", outputs["finetune.py"])]
     assert len(losses) == 20
     assert losses[-1] < 0.5 * losses[0]

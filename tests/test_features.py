@@ -1,4 +1,4 @@
-"""What an architecture can do is asked of its row (kernels/arch.py): nothing else compares its number."""
+"""Features of an architecture come from its row (kernels/arch.py): nothing else compares its number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ORDER = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
 def is_sm(node: ast.expr) -> bool:
-    """Whether an expression is a capability, by its name: ``sm``, ``chip.sm``, ``native_sm``, or called or indexed."""
+    """Return True if an expression names a capability: ``sm``, ``chip.sm``, ``native_sm``, or called or indexed."""
     if isinstance(node, (ast.Call, ast.Subscript)):
         node = node.func if isinstance(node, ast.Call) else node.value
     name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
@@ -25,7 +25,7 @@ def is_sm(node: ast.expr) -> bool:
 
 
 def has_number(node: ast.expr) -> bool:
-    """Whether it is a number, or some in brackets (a place in a list is none)."""
+    """Return True if it is a number, or numbers in brackets (an index of a list is none)."""
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
         return any(map(has_number, node.elts))
     return isinstance(node, ast.Constant) and type(node.value) is int
@@ -34,22 +34,22 @@ def has_number(node: ast.expr) -> bool:
 def comparisons(source: str) -> Iterator[tuple[int, str]]:
     """(line, text) of each place that decides by a capability's number."""
     for node in ast.walk(ast.parse(source)):
-        found = False
+        seen = False
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
-            others = [one for one in sides if not is_sm(one)]
-            found = len(others) < len(sides) and (
+            others = [side for side in sides if not is_sm(side)]
+            seen = len(others) < len(sides) and (
                 any(isinstance(op, ORDER) for op in node.ops) or any(map(has_number, others))
             )
         elif isinstance(node, ast.BinOp):
-            found = isinstance(node.op, (ast.FloorDiv, ast.Mod)) and is_sm(node.left)
+            seen = isinstance(node.op, (ast.FloorDiv, ast.Mod)) and is_sm(node.left)
         elif isinstance(node, ast.Call):
-            found = isinstance(node.func, ast.Name) and node.func.id == "divmod" and is_sm(node.args[0])
+            seen = isinstance(node.func, ast.Name) and node.func.id == "divmod" and is_sm(node.args[0])
         elif isinstance(node, ast.Match):
-            found = is_sm(node.subject)
+            seen = is_sm(node.subject)
         elif isinstance(node, ast.Subscript):
-            found = isinstance(node.value, ast.Dict) and is_sm(node.slice)
-        if found:
+            seen = isinstance(node.value, ast.Dict) and is_sm(node.slice)
+        if seen:
             yield node.subject.lineno if isinstance(node, ast.Match) else node.lineno, ast.unparse(node).split("\n")[0]
 
 
@@ -105,12 +105,12 @@ def test_what_hands_a_capability_on_is_not_found(text: str) -> None:
 def test_no_code_decides_by_the_number_of_a_capability(layer: str) -> None:
     files = [path for path in sorted((ROOT / layer).rglob("*.py")) if str(path.relative_to(ROOT)) not in ALLOWED]
     assert files
-    found = [
+    listed = [
         f"{path.relative_to(ROOT)}:{line}: {text}"
         for path in files
         for line, text in comparisons(path.read_text(encoding="utf-8"))
     ]
-    assert not found, "ask kernels/arch.py's row for a feature, or give it a field:\n" + "\n".join(found)
+    assert not listed, "ask kernels/arch.py's row for a feature, or give it a field:\n" + "\n".join(listed)
 
 
 def test_the_table_is_looked_at_too_if_it_were_not_allowed() -> None:

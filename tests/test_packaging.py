@@ -97,7 +97,7 @@ def test_the_source_distribution_has_the_files_that_the_readme_names(tmp_path: P
     pressed = {str(path.relative_to(ROOT)) for path in (ROOT / "artifacts" / "pressed").iterdir()}
     assert len(pressed) > 8
     assert pressed <= listed
-    assert not [one for one in listed if "artifacts/bundles/" in one and one.endswith(".msgpack")]
+    assert not [text for text in listed if "artifacts/bundles/" in text and text.endswith(".msgpack")]
 
 
 def test_the_version_stands_where_people_look() -> None:

@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory with a checkpoint of the pages' model, of random weights."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-    made = tmp_path_factory.mktemp("pages")
+    place = tmp_path_factory.mktemp("pages")
     config = Qwen3MoeConfig(
         vocab_size=64,
         hidden_size=64,
@@ -61,8 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_experts=4,
         num_experts_per_tok=2,
     )
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(made / MODEL)
-    return made
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(place / MODEL)
+    return place
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ ARCHITECTURE = "docs/inside/architecture.md"  # drawings and tables
 OTHERS = ("examples/README.md", "tests/README.md", "benchmarks/peers/README.md")
 TEXTS = sorted(
     name
-    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / one for one in OTHERS))
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in OTHERS))
     if (name := str(page.relative_to(ROOT))) != ARCHITECTURE
 )
 
@@ -93,11 +93,11 @@ def sentences(text: str) -> list[str]:
     text = re.sub(r"<[^>]+>|!\[[^\]]*\]\([^)]*\)", "", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"`[^`]*`", "Code", text)
-    found = []
+    parts = []
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*] |\d+\. |#|\|))", text):
         if paragraph.strip() and not re.match(r"\s*[|#]|    ", paragraph):
-            found += re.split(r"(?<=[.!?:])\s+(?=[A-Z0-9*(]|[a-z]+\d)", " ".join(paragraph.split()))
-    return [one for one in found if one]
+            parts += re.split(r"(?<=[.!?:])\s+(?=[A-Z0-9*(]|[a-z]+\d)", " ".join(paragraph.split()))
+    return [part for part in parts if part]
 
 
 def test_sentences_are_found() -> None:
@@ -108,8 +108,8 @@ def test_sentences_are_found() -> None:
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_a_page_is_written_in_short_sentences(page: str) -> None:
-    lengths = {one: len(one.split()) for one in sentences((ROOT / page).read_text(encoding="utf-8"))}
-    assert [one for one, words in lengths.items() if words > 35] == []
+    lengths = {sentence: len(sentence.split()) for sentence in sentences((ROOT / page).read_text(encoding="utf-8"))}
+    assert [sentence for sentence, words in lengths.items() if words > 35] == []
     assert statistics.mean(lengths.values()) <= 20
 
 
@@ -130,22 +130,22 @@ def test_the_readme_has_the_length_and_the_commands_of_one() -> None:
     assert 700 <= len(text.split()) <= 900
     commands = re.findall(r"```sh\n(.*?)\n```", text, re.DOTALL)
     assert len(commands) == 2
-    assert all(re.match(r"python3 -m venv [^\n]*pip install[^\n]*-e '", one) for one in commands)
+    assert all(re.match(r"python3 -m venv [^\n]*pip install[^\n]*-e '", command) for command in commands)
     assert re.search(r"&& \.venv/bin/aot build [^\n]*$", commands[0]), "it ends with a built bundle"
     assert commands[1].endswith('-m pytest -q -m "not slow" -n 2')
 
 
 def by_tokens(cells: list[dict[str, Any]], ratio: Callable[[dict[str, Any]], float]) -> list[float]:
     """The geometric mean of ``ratio`` for each number of tokens, fewest first."""
-    sizes = sorted({one["tokens"] for one in cells})
-    return [statistics.geometric_mean(ratio(one) for one in cells if one["tokens"] == size) for size in sizes]
+    sizes = sorted({cell["tokens"] for cell in cells})
+    return [statistics.geometric_mean(ratio(cell) for cell in cells if cell["tokens"] == size) for size in sizes]
 
 
-def beside(one: dict[str, Any]) -> float:
+def beside(cell: dict[str, Any]) -> float:
     """The fastest of the others' times over ours; where x was quantised beforehand for them, of codes for ours too."""
     ours = ("ours", "ours, of codes", "torch_grouped_mm", "dense_same_flops")
-    return min(us for name, us in one["us"].items() if name not in ours) / one["us"].get(
-        "ours, of codes", one["us"]["ours"]
+    return min(us for name, us in cell["us"].items() if name not in ours) / cell["us"].get(
+        "ours, of codes", cell["us"]["ours"]
     )
 
 
@@ -168,20 +168,20 @@ def test_the_readmes_speed_is_that_of_the_results() -> None:
     wanted: list[tuple[str, str]] = []
     kernels = {gpu: cells(f"kernels-{gpu}.json") for gpu in ("h200", "h100")}
 
-    def plain(one: dict[str, Any]) -> float:
-        return one["torch_grouped_mm_us"] / one["us"]
+    def plain(cell: dict[str, Any]) -> float:
+        return cell["torch_grouped_mm_us"] / cell["us"]
 
-    forward = {gpu: [one for one in every if one["op"] == "forward"] for gpu, every in kernels.items()}
+    forward = {gpu: [row for row in rows if row["op"] == "forward"] for gpu, rows in kernels.items()}
     wanted.append(tuple(figure(forward[gpu], plain) for gpu in kernels))
-    wanted.append(tuple(f"{statistics.geometric_mean(map(plain, every)):.2f}x" for every in kernels.values()))
-    assert {len(every) for every in kernels.values()} == {108}
+    wanted.append(tuple(f"{statistics.geometric_mean(map(plain, rows)):.2f}x" for rows in kernels.values()))
+    assert {len(rows) for rows in kernels.values()} == {108}
     for step in ("forward", "step"):
         both = []
         for gpu in kernels:
-            every = [one for one in cells(f"layer-{gpu}.json") if f"torch_{step}_us" in one]
-            both.append(figure(every, lambda one: one[f"torch_{step}_us"] / one[f"{step}_us"]))  # noqa: B023
+            timed = [cell for cell in cells(f"layer-{gpu}.json") if f"torch_{step}_us" in cell]
+            both.append(figure(timed, lambda cell: cell[f"torch_{step}_us"] / cell[f"{step}_us"]))  # noqa: B023
         wanted.append((both[0], both[1]))
-    ratios = [beside(one) for one in cells("beside-vllm-h200.json.xz")]
+    ratios = [beside(cell) for cell in cells("beside-vllm-h200.json.xz")]
     wanted.append((f"{statistics.geometric_mean(ratios):.2f}x, lowest {min(ratios):.2f}x", "not measured"))
     coded = [
         json.loads(line)
@@ -189,20 +189,21 @@ def test_the_readmes_speed_is_that_of_the_results() -> None:
         for line in (results / name).read_text(encoding="utf-8").splitlines()
     ]
     for formats, public in (("mxfp4", False), ("int4_g128 int4_g32", False), ("fp8_block", False), ("fp8_block", True)):
-        every = [one for one in coded if one["format"] in formats.split()]
+        timed = [cell for cell in coded if cell["format"] in formats.split()]
         if public:
-            every = [
-                one | {"us": {name: us for name, us in one["us"].items() if name != "ours, of codes"}} for one in every
+            timed = [
+                cell | {"us": {name: us for name, us in cell["us"].items() if name != "ours, of codes"}}
+                for cell in timed
             ]
-        wanted.append(("not measured", figure(every, beside)))
+        wanted.append(("not measured", figure(timed, beside)))
     assert [(h200, h100) for _, h200, h100, _ in rows[1:] if h200 != "---"] == wanted
 
 
 def in_benchmarks(module: str, code: str) -> str:
-    """What code prints that has a module of benchmarks as ``tool``."""
-    found = f"import runpy; runpy.run_path({str(ROOT / 'benchmarks' / 'run.py')!r})['package']()\n"
-    found += f"import benchmarks.{module} as tool\n{code}"
-    return subprocess.run([sys.executable, "-c", found], stdout=subprocess.PIPE, text=True, check=True).stdout
+    """Return the output of code that has a module of benchmarks as ``tool``."""
+    program = f"import runpy; runpy.run_path({str(ROOT / 'benchmarks' / 'run.py')!r})['package']()\n"
+    program += f"import benchmarks.{module} as tool\n{code}"
+    return subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def test_the_readmes_bullets_are_those_of_the_results() -> None:
@@ -221,10 +222,12 @@ def test_the_readmes_bullets_are_those_of_the_results() -> None:
         assert f"{imported:.0f} ms of import, {called:.0f} ms of a first call" in text
     own = {"bf16": "triton", "fp8": "triton", "mxfp4": "triton", "int4": "marlin"}
     layers = json.loads((results / "layers-in-vllm-h200.json").read_text())["cells"]
-    ratios = [one["us"][own[one["kind"]]] / one["us"]["auto"] for one in layers]
+    ratios = [layer["us"][own[layer["kind"]]] / layer["us"]["auto"] for layer in layers]
     assert f"{min(ratios):.2f}x to {max(ratios):.2f}x as fast as with vLLM's own kernel" in text
     (block,) = [
-        one["ms"] for one in json.loads((results / "lora-qwen3-30b-h100.json").read_text())["cells"] if one["T"] == 8192
+        cell["ms"]
+        for cell in json.loads((results / "lora-qwen3-30b-h100.json").read_text())["cells"]
+        if cell["T"] == 8192
     ]
     assert f"{block['ours']:.2f} ms a step, against {block['whole']:.2f} ms as PEFT does it" in text
 
@@ -240,5 +243,5 @@ def test_the_pictures_are_drawn_from_todays_results() -> None:
 def test_ci_finds_the_readmes_test_command() -> None:
     pattern = re.search(r"grep -m1 -E '([^']+)' README.md", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
     assert pattern
-    found = re.search(pattern[1], (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert found, f".ci/run looks for a line {pattern[1]} in README.md"
+    match = re.search(pattern[1], (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert match, f".ci/run looks for a line {pattern[1]} in README.md"

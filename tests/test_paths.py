@@ -29,7 +29,12 @@ NAMED = re.compile(
 MODULE = re.compile(r"(?<![\w./-])pretuned((?:\.\w+)+)")
 HOMES = {"integrations": "runtime/integrations"}
 FILE = re.compile(r"(?<![\w./*{<-])(\w+\.py)\b")
-OTHERS_FILES = {"fused_moe.py"}  # of vLLM
+OTHERS_FILES = {
+    "fused_moe.py",
+    "quantization/config.py",
+    "arg_groups/model_overrides/gpt_oss.py",
+}  # of engines, GPTQModel
+PART = re.compile(r"(?<![\w./*{<-])((?:\w+/)+\w+\.py)\b")  # the end of a path
 TRIALS = "docs/inside/trials.md"
 TRIAL = re.compile(rf"{re.escape(TRIALS)}(?:, ([\w-]*\w))?")
 
@@ -68,13 +73,13 @@ def links(file: str, text: str) -> Iterator[Named]:
 
 
 def anchors(page: str) -> set[str]:
-    """What a link to a page may name: its headings, as mkdocs and GitHub spell them, and ids."""
+    """Return the anchors of a page: its headings, as mkdocs and GitHub spell them, and ids."""
     page = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
-    found = set(re.findall(r'<a id="([^"]+)"', page))
+    ids = set(re.findall(r'<a id="([^"]+)"', page))
     for heading in re.findall(r"^#+ (.+)$", page, re.MULTILINE):
         words = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
-        found.add(re.sub(r"[-\s]+", "-", words))
-    return found
+        ids.add(re.sub(r"[-\s]+", "-", words))
+    return ids
 
 
 def paths(file: str, number: int, text: str) -> Iterator[Named]:
@@ -92,6 +97,8 @@ def cited(file: str, number: int, text: str) -> Iterator[Named]:
     for i, line in enumerate(text.splitlines(), number):
         for match in FILE.finditer(line):
             yield Named(file, i, match[1], match[1] in OTHERS_FILES or match[1] in file_names())
+        for match in PART.finditer(line):
+            yield Named(file, i, match[1], match[1] in OTHERS_FILES or match[1] in path_ends())
         for match in TRIAL.finditer(line):
             yield Named(file, i, f"the trial {match[1] or '(none named)'}", match[1] in trials())
 
@@ -102,12 +109,18 @@ def file_names() -> set[str]:
 
 
 @functools.cache
+def path_ends() -> set[str]:
+    parts = [Path(name).parts for name in tracked("*.py")]
+    return {"/".join(path[i:]) for path in parts for i in range(len(path))}
+
+
+@functools.cache
 def trials() -> set[str]:
     return set(re.findall(r'<a id="([^"]+)"', (ROOT / TRIALS).read_text(encoding="utf-8")))
 
 
 def is_module(parts: list[str]) -> bool:
-    """Whether ``pretuned.a.b.c`` is a package, a module, or a name that stands in one."""
+    """Return True if ``pretuned.a.b.c`` is a package, a module, or a name in one."""
     first, *rest = parts
     place = ROOT / HOMES.get(first, first)
     if not place.is_dir():
@@ -122,7 +135,7 @@ def is_module(parts: list[str]) -> bool:
     return True
 
 
-def told(file: str, source: str) -> Iterator[tuple[int, str]]:
+def texts_of(file: str, source: str) -> Iterator[tuple[int, str]]:
     """(line, text) of a module's comments and docstrings."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -142,23 +155,23 @@ def in_page(file: str, text: str) -> Iterator[Named]:
 def in_module(file: str, source: str) -> Iterator[Named]:
     if not (NAMED.search(source) or MODULE.search(source) or FILE.search(source)):
         return  # nothing that a comment could name either
-    for number, text in told(file, source):
+    for number, text in texts_of(file, source):
         yield from paths(file, number, text)
         yield from cited(file, number, text)
 
 
 def test_every_path_that_a_page_names_exists() -> None:
-    found = [one for file in tracked("*.md") for one in in_page(file, (ROOT / file).read_text())]
-    assert len(found) > 200
-    missing = [str(one) for one in found if not one.exists]
+    names = [named for file in tracked("*.md") for named in in_page(file, (ROOT / file).read_text())]
+    assert len(names) > 200
+    missing = [str(named) for named in names if not named.exists]
     assert not missing, "\n".join(missing)
 
 
 def test_every_path_that_a_docstring_or_comment_names_exists() -> None:
     files = tracked(*(f"{folder}/*.py" for folder in CODE))
-    found = [one for file in files for one in in_module(file, (ROOT / file).read_text())]
-    assert len(found) > 50
-    missing = [str(one) for one in found if not one.exists]
+    names = [named for file in files for named in in_module(file, (ROOT / file).read_text())]
+    assert len(names) > 50
+    missing = [str(named) for named in names if not named.exists]
     assert not missing, "\n".join(missing)
 
 
@@ -173,27 +186,27 @@ def test_every_path_that_a_docstring_or_comment_names_exists() -> None:
     ],
 )
 def test_a_made_up_path_is_reported_with_its_file_and_line(text: str) -> None:
-    (missing,) = [one for one in in_page("docs/page.md", f"first\n{text}\n") if not one.exists]
+    (missing,) = [named for named in in_page("docs/page.md", f"first\n{text}\n") if not named.exists]
     assert str(missing).startswith("docs/page.md:2: ")
     assert str(missing).endswith(" does not exist")
 
 
 def test_a_made_up_heading_is_reported() -> None:
     page = "# One\n\n## Two, and `three`\n\n[a](#two-and-three) [b](../README.md#quick-start) [c](#four)\n"
-    missing = [str(one) for one in in_page("docs/page.md", page) if not one.exists]
+    missing = [str(named) for named in in_page("docs/page.md", page) if not named.exists]
     assert missing == ["docs/page.md:5: #four does not exist"]
 
 
 def test_a_made_up_path_in_code_is_reported() -> None:
     source = '"""See docs/no.md."""\n\nX = "docs/text.md"  # and benchmarks/no.py\n'
-    missing = {str(one) for one in in_module("aot/x.py", source) if not one.exists}
+    missing = {str(named) for named in in_module("aot/x.py", source) if not named.exists}
     assert missing == {"aot/x.py:1: docs/no.md does not exist", "aot/x.py:3: benchmarks/no.py does not exist"}
 
 
 def test_a_made_up_file_or_trial_in_code_is_reported() -> None:
     source = f'"""As rows.py and turns.py.\n\n(fused_moe.py; {TRIALS}, scatter-beside.)"""\n'
     source += f"# {TRIALS}, no-trial\n# {TRIALS}\n"
-    missing = [str(one) for one in in_module("kernels/gluon/x.py", source) if not one.exists]
+    missing = [str(named) for named in in_module("kernels/gluon/x.py", source) if not named.exists]
     assert sorted(missing) == [
         "kernels/gluon/x.py:1: turns.py does not exist",
         "kernels/gluon/x.py:4: the trial no-trial does not exist",

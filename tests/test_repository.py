@@ -29,14 +29,14 @@ def test_the_workflows_run_what_the_repository_has() -> None:
         for job in read(str(path.relative_to(ROOT)))["jobs"].values():
             runs |= {word for step in job["steps"] for word in re.findall(r"\.ci/\w+", step.get("run", ""))}
     assert runs == {".ci/run", ".ci/nightly"}
-    assert all((ROOT / one).is_file() for one in runs)
+    assert all((ROOT / path).is_file() for path in runs)
 
 
 @pytest.mark.parametrize("name", ["bug", "wrong-result", "slow"])
 def test_an_issue_form_asks_for_the_doctors_output(name: str) -> None:
     form = read(f".github/ISSUE_TEMPLATE/{name}.yml")
     assert {"name", "description", "body"} <= set(form)
-    assert any("`python -m pretuned.runtime`" in one["attributes"].get("description", "") for one in form["body"])
+    assert any("`python -m pretuned.runtime`" in field["attributes"].get("description", "") for field in form["body"])
     assert (name == "slow") == ("aot bench" in json.dumps(form))
 
 

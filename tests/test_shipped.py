@@ -102,14 +102,14 @@ MOST_CANDIDATE_BYTES = 11_100_000
 
 def models_of(name: str, gpu: str | None = None) -> list[str]:
     """The lists that a bundle was built of; those that were measured on a GPU."""
-    others = {one for other, lists in ON_ONE_ALONE.items() if gpu not in (None, other) for one in lists}
-    return [str(RESULTS.parent / one) for one in LISTS.get(name, ("shipped.txt",)) if one not in others]
+    others = {name for other, lists in ON_ONE_ALONE.items() if gpu not in (None, other) for name in lists}
+    return [str(RESULTS.parent / listed) for listed in LISTS.get(name, ("shipped.txt",)) if listed not in others]
 
 
 def listed_for(sm: int) -> list[str]:
-    """What the candidates for a capability are compiled of."""
+    """Return the lists of models that the candidates for a capability are compiled of."""
     lists = [RESULTS.parent / "candidates.txt", RESULTS.parent / f"candidates-sm{sm}.txt"]
-    return [str(one) for one in lists if one.exists()]
+    return [str(path) for path in lists if path.exists()]
 
 
 def test_which_there_are_and_how_large() -> None:
@@ -124,24 +124,24 @@ def test_which_there_are_and_how_large() -> None:
 
 def test_each_is_what_the_repository_holds_compressed() -> None:
     pressed = sorted(PRESSED.iterdir())
-    assert [one.name for one in pressed] == [f"{path.name}.xz" for path in BUNDLES]
-    for path, one in zip(BUNDLES, pressed, strict=True):
-        assert b"".join(packed.unpack(one.read_bytes(), one.name)) == path.read_bytes(), (
+    assert [path.name for path in pressed] == [f"{path.name}.xz" for path in BUNDLES]
+    for path, packed_path in zip(BUNDLES, pressed, strict=True):
+        assert b"".join(packed.unpack(packed_path.read_bytes(), packed_path.name)) == path.read_bytes(), (
             f"{path.name} is of another state of the repository: pip install -e . unpacks it anew; if it is newer, "
             "press it (docs/use/build.md, What ships)"
         )
-    assert sum(one.stat().st_size for one in pressed) < MOST_PRESSED_BYTES
+    assert sum(value.stat().st_size for value in pressed) < MOST_PRESSED_BYTES
 
 
 @pytest.mark.parametrize(
-    "name", [FP16, "catalogue-sm80", *(pytest.param(one, marks=pytest.mark.slow) for one in (CATALOGUE, OF_CODES))]
+    "name", [FP16, "catalogue-sm80", *(pytest.param(name, marks=pytest.mark.slow) for name in (CATALOGUE, OF_CODES))]
 )
 def test_plans_are_those_that_the_builder_makes_of_the_times(name: str) -> None:
     """In tests/benchmarks/test_decisions.py is what dispatch makes of them."""
     with open_bundle(FOLDER / f"{name}.msgpack") as file:
         bundle = file.load()
     assert with_plans(bundle).choices == bundle.choices, "python benchmarks/run.py replan --write makes them anew"
-    ways = {row.way for choices in bundle.choices.values() for one in choices for row in one.plan}
+    ways = {row.way for choices in bundle.choices.values() for choice in choices for row in choice.plan}
     by_index = {Way.ROWS_FIRST_BY_INDEX} if name == CATALOGUE else set()
     first = {Way.ROWS_FIRST, Way.FUSED_SILU} if name in (CATALOGUE, FP16) else set()
     assert ways == first | by_index | ({Way.QUANTISED_X} if name == OF_CODES else set())
@@ -158,34 +158,34 @@ def test_the_candidates_are_all_that_would_be_compiled_of_these_kernels(sm: int)
         for kernel in bundle.kernels:
             assert kernel.source_sha256.hex() == source_sha256(kernel.name), f"{anew}: {kernel.name} changed"
             assert kernel.revision == ENTRIES[kernel.name].revision, f"{anew}: {kernel.name} has another revision"
-        there = {made_of(one) for one in bundle.variants()}
+        there = {made_of(variant) for variant in bundle.variants()}
     listed = plan(load_models(listed_for(sm)).shapes)
     problems = planned_on(listed, (sm,)).problems
     beside = *low_rank_specs(problems, sm, Pool()), *starts_specs(problems, sm), *row_kernel_specs(problems, sm, Pool())
-    wanted = {asked_for(one) for one in (*specs(problems, sm, Pool()), *beside)}
+    wanted = {asked_for(spec) for spec in (*specs(problems, sm, Pool()), *beside)}
     assert there == wanted, anew
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sm", "low_rank"),
-    [(90, False), *(pytest.param(*one, marks=pytest.mark.nightly) for one in ((90, True), (80, False), (80, True)))],
+    [(90, False), *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((90, True), (80, False), (80, True)))],
 )
 def test_the_candidates_are_what_this_triton_compiles(sm: int, low_rank: bool) -> None:
     """The smallest of each kernel, byte for byte: what is no kernel's source decides its code, too."""
 
-    def size(one: Any) -> tuple[int, ...]:
-        c = one.config
-        return (c.schedule is Schedule.PINGPONG, c.block_m * c.block_n * c.block_k) if isinstance(one, Spec) else ()
+    def size(spec: Any) -> tuple[int, ...]:
+        c = spec.config
+        return (c.schedule is Schedule.PINGPONG, c.block_m * c.block_n * c.block_k) if isinstance(spec, Spec) else ()
 
-    found = Shipped.found(sm)
+    shipped = Shipped.in_packages(sm)
     listed = plan(load_models(listed_for(sm)).shapes)
     wanted = to_compile(planned_on(listed, (sm,)).problems, sm, Pool(), low_rank=True)
-    able = [one for one in wanted if (Fusion.LOW_RANK in one.fusion) is low_rank]
-    smallest = {entry_of(one).name: one for one in sorted(able, key=size, reverse=True)}
-    results = compile_all([CompileJob(one, sm) for one in smallest.values()])
+    able = [spec for spec in wanted if (Fusion.LOW_RANK in spec.fusion) is low_rank]
+    smallest = {entry_of(spec).name: spec for spec in sorted(able, key=size, reverse=True)}
+    results = compile_all([CompileJob(spec, sm) for spec in smallest.values()])
     for result in results:
-        ready = found.get(result.job.spec, sm)
+        ready = shipped.get(result.job.spec, sm)
         assert result.compiled is not None, result.reason
         assert ready is not None
         assert result.compiled.cubin == ready.cubin, f"candidates-sm{sm} are stale: {result.job.spec}"
@@ -207,10 +207,10 @@ def test_the_kernels_of_weights_are_those_of_every_format() -> None:
     with open_bundle(FOLDER / f"{OF_WEIGHTS}.msgpack") as file:
         variants = file.load().variants
     gemms, rows = of_training(90)
-    assert {made_of(one) for one in variants} == {
-        asked_for(one) for one in (*weight_specs(tuple(DType)), *gemms, *rows)
+    assert {made_of(variant) for variant in variants} == {
+        asked_for(spec) for spec in (*weight_specs(tuple(DType)), *gemms, *rows)
     }
-    assert all(one.spill_bytes <= 8 for one in variants)
+    assert all(variant.spill_bytes <= 8 for variant in variants)
 
 
 @pytest.mark.slow
@@ -222,44 +222,46 @@ def test_the_kernels_of_weights_are_what_this_triton_compiles() -> None:
     wanted: list[Spec | RowOpSpec] = [RowOpSpec(RowOp.MOVE_CODES, DType.FP8_BLOCK)]
     wanted += [RowOpSpec(RowOp.QUANTIZE_WEIGHTS, DType.FP8_BLOCK)]
     wanted += [*gemms, *rows]
-    for result in compile_all([CompileJob(one, 90) for one in wanted]):
+    for result in compile_all([CompileJob(spec, 90) for spec in wanted]):
         assert result.compiled is not None, result.reason
         assert result.compiled.cubin == there[asked_for(result.job.spec)], f"{OF_WEIGHTS} is stale: {result.job.spec}"
 
 
-@pytest.mark.parametrize("path", [one for one in BUNDLES if one.stem != OF_WEIGHTS], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [bundle for bundle in BUNDLES if bundle.stem != OF_WEIGHTS], ids=lambda path: path.stem
+)
 def test_every_one_is_of_the_models_that_are_listed(path: Path) -> None:
     """And ``explain`` may name a model of theirs to the builder."""
     listed = load_models(models_of(path.stem))
     with open_bundle(path) as bundle:
-        built = {(one.name, one.tp, one.ep, one.top_k, one.dtype) for one in bundle.models()}
+        built = {(model.name, model.tp, model.ep, model.top_k, model.dtype) for model in bundle.models()}
         wanted = planned_on(plan(listed.shapes), (bundle.target.sm,)).models
-    assert built == {(one.name, one.tp, one.ep, one.top_k, one.dtype) for one in wanted}
+    assert built == {(model.name, model.tp, model.ep, model.top_k, model.dtype) for model in wanted}
     assert {name for name, *_ in built} <= set(catalogue())
 
 
 def test_each_published_format_with_kernels_has_choices() -> None:
     """Of a model of the catalogue as it is published: whole, or split as it is served where one GPU can't hold it."""
     with open_bundle(FOLDER / f"{OF_CODES}.msgpack") as bundle:
-        there = {(problem, one.bucket) for problem in bundle.problems() for one in bundle.find(problem)}
+        there = {(problem, choice.bucket) for problem in bundle.problems() for choice in bundle.find(problem)}
     formats = [
-        (id_, one)
+        (id_, format)
         for id_, entry in catalogue().items()
-        for one in entry.formats
-        if one in PRECISIONS and PRECISIONS[one].quantised
+        for format in entry.formats
+        if format in PRECISIONS and PRECISIONS[format].quantised
     ]
     splits = ("", "tp=4", "ep=8")
     missing = [
-        (id_, one)
-        for id_, one in formats
-        if not any(is_in(there, f"{id_} weights={one} ops=forward {split}") for split in splits)
+        (id_, format)
+        for id_, format in formats
+        if not any(is_in(there, f"{id_} weights={format} ops=forward {split}") for split in splits)
     ]
     assert not missing
     assert len(formats) > 20
 
 
 def is_in(there: set[tuple[Problem, int]], spec: str) -> bool:
-    """Whether these are all cells of a spec; one that no GPU can hold, or that can't be split so, has none."""
+    """Return True if these are all cells of a spec; a spec that no GPU holds, or that can't be split so, has none."""
     try:
         buckets = planned_on(plan(load_models([spec]).shapes), (90,)).buckets
     except InputError:
@@ -284,14 +286,14 @@ def cells_of(*lists: str) -> Mapping[Problem, tuple[int, ...]]:
 @pytest.mark.parametrize(("name", "gpu"), [(name, gpu) for name, _, gpu in MEASURED])
 def test_those_for_sm_90_were_measured(name: str, gpu: str) -> None:
     gpus, choices = choices_of(name)
-    assert [one.name for one in gpus] == [H100, H200]
+    assert [gpu.name for gpu in gpus] == [H100, H200]
     wanted = cells_of(*models_of(name, gpu))
-    here = {(problem, one.bucket) for problem, one in choices if one.gpu == [H100, H200].index(gpu)}
+    here = {(problem, choice.bucket) for problem, choice in choices if choice.gpu == [H100, H200].index(gpu)}
     first = cells_of(*models_of(name)[:1])
     left = [(problem, bucket) for problem, row in wanted.items() for bucket in row if (problem, bucket) not in here]
     assert len(left) <= (1 - MEASURED_PART) * sum(map(len, wanted.values()))
     assert len([cell for cell in left if cell[1] in first.get(cell[0], ())]) <= 2, "two do not fit an H100's memory"
-    modelled = {(problem, one.bucket) for problem, one in choices if one.source is not Source.MEASURED}
+    modelled = {(problem, choice.bucket) for problem, choice in choices if choice.source is not Source.MEASURED}
     assert not modelled & here, "a merge drops them"
 
 
@@ -310,16 +312,20 @@ def test_every_specialised_kernel_was_right_on_the_gpu(name: str, journal: str, 
             f"benchmarks/shipped.txt --journal {journal.removesuffix('.xz')} (docs/use/build.md, What ships)"
         )
     also = LATER if name == OF_CODES else ()  # a variant that is right on one card of a capability is so on another
-    records = [one for each in (contents, *(read_journal(RESULTS / one) for one in also)) for one in each.records]
-    timings = (timing for one in records if isinstance(one, Measured) for timing in one.timings)
+    records = [
+        record for each in (contents, *(read_journal(RESULTS / record) for record in also)) for record in each.records
+    ]
+    timings = (timing for record in records if isinstance(record, Measured) for timing in record.timings)
     judged = {timing.variant.hex()[:DIGITS] for timing in timings}
     if gpu == H100:
         judged |= {line.split()[0] for line in (RESULTS / "memcheck-cubins.txt").read_text().splitlines()}
     with open_bundle(FOLDER / f"{name}.msgpack") as bundle:
         specialised = [
-            one
-            for one in bundle.variants()
-            if one.kernel.endswith(("_specialized", "_fitted", "_wna16", "_wna16_zero", "_wna16_mx8", "_w8a8_channel"))
+            variant
+            for variant in bundle.variants()
+            if variant.kernel.endswith(
+                ("_specialized", "_fitted", "_wna16", "_wna16_zero", "_wna16_mx8", "_w8a8_channel")
+            )
         ]
     plain = {"rows_specialized", "weight_specialized"}
     kernels = {
@@ -327,32 +333,34 @@ def test_every_specialised_kernel_was_right_on_the_gpu(name: str, journal: str, 
         FP16: plain,
         OF_CODES: {"rows_wna16", "rows_wna16_zero", "rows_wna16_mx8", "rows_w8a8_channel"},
     }
-    assert {one.kernel for one in specialised} == kernels[name]
-    assert {one.cubin_sha256.hex()[:DIGITS] for one in specialised} <= judged
+    assert {variant.kernel for variant in specialised} == kernels[name]
+    assert {variant.cubin_sha256.hex()[:DIGITS] for variant in specialised} <= judged
 
 
 @pytest.mark.slow
 def test_where_code_was_tested_is_reported_by_few_of_its_choices() -> None:
     """A first call of a shape that no choice is for asks it, of code that the cost model has chosen."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     with open_bundle(FOLDER / f"{CATALOGUE}.msgpack") as bundle:
         problems = bundle.problems()
-        named = [i for i, one in enumerate(bundle.variants()) if isinstance(one.op, Op) and one.alignment > 1]
-        choices = [one for problem in problems for one in bundle.find(problem) if one.gpu is not None]
-    cells = Counter(i for one in choices for i in (one.variant, one.runner_up))
+        named = [
+            i for i, variant in enumerate(bundle.variants()) if isinstance(variant.op, Op) and variant.alignment > 1
+        ]
+        choices = [choice for problem in problems for choice in bundle.find(problem) if choice.gpu is not None]
+    cells = Counter(i for choice in choices for i in (choice.variant, choice.runner_up))
     for i in named:
         with open_bundle(FOLDER / f"{CATALOGUE}.msgpack") as bundle:
-            found[i] = steps(lambda bundle=bundle, i=i: bundle.tested_on(i), of=read_measured)
+            sizes[i] = steps(lambda bundle=bundle, i=i: bundle.tested_on(i), of=read_measured)
             assert bundle.tested_on(i) is not None
-    assert 1 <= statistics.median(found.values()) < len(problems) / 100
+    assert 1 <= statistics.median(sizes.values()) < len(problems) / 100
     # (What one cell alone names may stand anywhere.)
-    assert max(reads for i, reads in found.items() if cells[i] > 1) < len(problems) / 4
+    assert max(reads for i, reads in sizes.items() if cells[i] > 1) < len(problems) / 4
     assert sum(cells[i] == 1 for i in named) <= 1
 
 
 def test_each_gpu_has_the_choices_of_its_own_kind() -> None:
     """Of the bundle for sm_90, and another GPU of the capability those of the one most like it."""
-    found = Snapshot([Place(Kind.INSTALLED, FOLDER)])
+    bundle_set = Snapshot([Place(Kind.INSTALLED, FOLDER)])
     problem = Problem(Op.DX, DType.BF16, 8, 28672, 4096)  # of Mixtral-8x7B
     large = problem._replace(E=16, N=21504, K=6144)  # measured on H200s alone
     for name, memory_mib, wanted in (
@@ -362,13 +370,13 @@ def test_each_gpu_has_the_choices_of_its_own_kind() -> None:
         ("NVIDIA GH200 144G HBM3e", 146831, H200),
     ):
         local = LocalGpu(90, Gpu(name, 132, memory_mib, 13000))
-        decided = decide(found, problem, 16384, local)
+        decided = decide(bundle_set, problem, 16384, local)
         assert isinstance(decided, Decision)
         assert decided.chosen.usable.path.stem == CATALOGUE
         assert decided.chosen.gpu is not None
         assert decided.chosen.gpu.name == wanted
         assert (decided.chosen.origin is Origin.THIS_GPU) == (name == wanted)
-        decided = decide(found, large, 8192, local)
+        decided = decide(bundle_set, large, 8192, local)
         assert isinstance(decided, Decision)
         assert decided.chosen.gpu is not None
         assert decided.chosen.gpu.name == H200
@@ -385,8 +393,12 @@ def test_no_more_configs_than_a_build_ships(gpu: str) -> None:
             if choice.gpu == [H100, H200].index(gpu)
             for i in (choice.variant, choice.runner_up)
         }
-        every = bundle.variants()
-    gemms = [one for i, one in enumerate(every) if isinstance(one.op, Op) and (i in named or one.alignment == 1)]
+        variants = bundle.variants()
+    gemms = [
+        variant
+        for i, variant in enumerate(variants)
+        if isinstance(variant.op, Op) and (i in named or variant.alignment == 1)
+    ]
     builds = len(models_of(CATALOGUE))
-    assert max(len({one.config for one in gemms if one.op is op}) for op in Op) <= builds * CONFIG_LIMIT
-    assert max(len({one.config for one in every if one.op is op}) for op in Op) <= MOST_CONFIGS
+    assert max(len({gemm.config for gemm in gemms if gemm.op is op}) for op in Op) <= builds * CONFIG_LIMIT
+    assert max(len({variant.config for variant in variants if variant.op is op}) for op in Op) <= MOST_CONFIGS

@@ -58,16 +58,18 @@ def missing(page: str, source: str, where: str) -> list[str]:
 def test_every_warning_stands_on_the_page():
     page = (ROOT / PAGE).read_text(encoding="utf-8")
     files = [*(ROOT / "runtime").rglob("*.py"), *(ROOT / "artifacts").rglob("*.py")]
-    told = [one for path in files for one in missing(page, path.read_text(encoding="utf-8"), str(path))]
-    assert told == []
-    found = [form for path in files for _, form in warnings(path.read_text(encoding="utf-8"))]
-    assert len(found) > 20
+    complaints = [
+        complaint for path in files for complaint in missing(page, path.read_text(encoding="utf-8"), str(path))
+    ]
+    assert complaints == []
+    warned = [form for path in files for _, form in warnings(path.read_text(encoding="utf-8"))]
+    assert len(warned) > 20
     assert "bundles run on linux x86_64 and aarch64, this is" in page  # whose text is a variable
 
 
 def test_every_error_stands_on_the_page():
     page = (ROOT / PAGE).read_text(encoding="utf-8")
-    classes = [name for name, one in vars(errors).items() if inspect.isclass(one) and issubclass(one, Exception)]
+    classes = [name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)]
     assert len(classes) > 10
     assert [name for name in classes if f"`{name}`" not in page and name != "BundleError"] == []
 
@@ -82,5 +84,5 @@ def test_every_error_stands_on_the_page():
 )
 def test_a_warning_that_is_not_there_is_reported(source):
     page = (ROOT / PAGE).read_text(encoding="utf-8")
-    (told,) = missing(page, source, "x.py")
-    assert "a new trouble" in told
+    (complaint,) = missing(page, source, "x.py")
+    assert "a new trouble" in complaint

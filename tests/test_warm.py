@@ -41,7 +41,7 @@ def test_it_is_as_in_an_interpreter_of_its_own(words: list[str], tmp_path: Path)
     own = subprocess.run(
         [sys.executable, *words], cwd=tmp_path, env=env, input="line\n", capture_output=True, text=True, check=False
     )
-    ours = warm.run(words, cwd=tmp_path, env=env, given="line\n")
+    ours = warm.run(words, cwd=tmp_path, env=env, stdin="line\n")
     assert (ours.returncode, ours.stdout, ours.stderr) == (own.returncode, own.stdout, own.stderr)
 
 

@@ -227,7 +227,7 @@ class BuildOptions:
     take_over: bool = True
     configs: int = CONFIG_LIMIT  # the most configs to try for an op and dtype
     tune: Tune = tune_now
-    incumbents: Callable[[Path], Incumbents] = Incumbents.found  # other bundles than the file that is built
+    incumbents: Callable[[Path], Incumbents] = Incumbents.on_search_path  # other bundles than the file that is built
     shipped: Callable[[int], Shipped] = lambda sm: Shipped()  # a capability's candidates that need no compiler
 
 

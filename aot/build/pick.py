@@ -56,7 +56,7 @@ class Shippable:
         """Raise CompileError with the reasons if ``candidates``, or else its own, lack a variant for a problem."""
         pool = candidates or self.candidates
         able: dict[Family, list[Variant]] = {}
-        for code in pool.every:
+        for code in pool.all_variants:
             able.setdefault(Family.of(code.variant), []).append(code.variant)
         for family, members in families(plan.problems).items():
             variants = able.get(family, ())
@@ -167,14 +167,14 @@ def published_candidates(
     sm, runs = all_candidates.target.sm, incumbents.on(plan.buckets)
     with scratch_folder() as scratch:
         file = scratch / f"candidates-sm{sm}.msgpack"
-        publish(file, codec.encode(assembled(plan, all_candidates, Chosen(all_candidates.every, {}, ()), None)))
+        publish(file, codec.encode(assembled(plan, all_candidates, Chosen(all_candidates.all_variants, {}, ()), None)))
         yield file, shipping(plan, all_candidates, configs, runs), Entrants(runs=runs, around=incumbents.around)
 
 
 @contextlib.contextmanager
 def with_installed(plan: BuildPlan, candidates: Candidates) -> Iterator[tuple[Path, Ships, Entrants]]:
     """``published_candidates`` for candidates compiled before, and all bundles that the runtime finds."""
-    incumbents = Incumbents.found()
+    incumbents = Incumbents.on_search_path()
     all_candidates = candidates.with_others(incumbents.codes(plan.problems, candidates.target.sm))
     with published_candidates(plan, all_candidates, incumbents) as prepared:
         yield prepared

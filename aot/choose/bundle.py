@@ -48,7 +48,7 @@ def evidence_for(plan: BuildPlan, candidates: Candidates, contents: Contents, wh
     evidence = Timings.of(contents)
     if not candidates.target.runs_on(evidence.sm):
         raise InputError(f"{where}: measured on sm_{evidence.sm}, the candidates are for {candidates.target}")
-    available = {code.variant.cubin_sha256 for code in candidates.every}
+    available = {code.variant.cubin_sha256 for code in candidates.all_variants}
     timed = [sha for cell in evidence.cells.values() for sha in cell.times_ns]
     if timed and available.isdisjoint(timed):
         raise InputError(
@@ -89,7 +89,7 @@ def choose_from(
     measured ``around`` them.
     """
     failed = evidence.failed if evidence else {}
-    sound = [code for code in candidates.every if code.variant.cubin_sha256 not in failed]
+    sound = [code for code in candidates.all_variants if code.variant.cubin_sha256 not in failed]
     own = sum(code.variant.cubin_sha256 not in failed for code in candidates.compiled)
     there = {Family.of(code.variant) for code in sound}
     for family, members in families(plan.problems).items():

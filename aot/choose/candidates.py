@@ -49,7 +49,7 @@ class Candidates:
     carried: tuple[Carried, ...] = ()
 
     @property
-    def every(self) -> tuple[Compiled, ...]:
+    def all_variants(self) -> tuple[Compiled, ...]:
         """All variants to choose from: ``compiled``, then ``carried``."""
         return (*self.compiled, *(carried.code for carried in self.carried))
 
@@ -93,7 +93,7 @@ class Candidates:
 
     def with_codes(self, others: Sequence[Carried]) -> Candidates:
         """Add the missing code of choices taken over, if its kernels' sources are the same."""
-        present = SameCode(self.every)
+        present = SameCode(self.all_variants)
         kernels = (*self.kernels, *(carried.kernel for carried in self.carried))
         sources = {(kernel.name, kernel.revision): kernel for kernel in kernels}
         more = tuple(

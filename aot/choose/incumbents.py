@@ -69,7 +69,7 @@ class Incumbents:
     snapshot: Snapshot
 
     @classmethod
-    def found(cls, without: Path | None = None) -> Incumbents:
+    def on_search_path(cls, without: Path | None = None) -> Incumbents:
         """The bundles on the runtime's search path, except the file that is about to be replaced."""
         return cls(take(settings.read(os.environ), without))
 

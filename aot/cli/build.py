@@ -183,7 +183,7 @@ def build(
         tune=tuner,
         take_over=not ignore_installed,
         space=Pool(new_weights=new_weights),
-        shipped=(lambda sm: Shipped()) if compile_all else Shipped.found,
+        shipped=(lambda sm: Shipped()) if compile_all else Shipped.in_packages,
     )
     with Progress(silent, verbose, notes=not quiet) as progress, TuneProgress(silent, budget, progress.pause) as second:
         observers = progress.observers(second.observers())

@@ -73,7 +73,7 @@ def estimate(
     sms: Sequence[int],
     cache: CompileCache | None,
     workers: int | None = None,
-    shipped: Callable[[int], Shipped] = Shipped.found,
+    shipped: Callable[[int], Shipped] = Shipped.in_packages,
 ) -> list[Estimate]:
     """Estimate each capability; the times add up, as the capabilities share the workers."""
     estimates = []

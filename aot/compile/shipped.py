@@ -52,7 +52,7 @@ class Shipped:
                 self.trouble.append(str(error))
 
     @classmethod
-    def found(cls, sm: int, places: Sequence[Place] | None = None) -> Shipped:
+    def in_packages(cls, sm: int, places: Sequence[Place] | None = None) -> Shipped:
         """The candidates of a capability in the installed packages."""
         bundles: list[BundleFile] = []
         trouble: list[str] = []

@@ -500,7 +500,7 @@ def measure_in_child(planned: BuildPlan, sm: int, device: int) -> Bundle:
 
 def _made_here(sm: int) -> dict[str, bytes]:
     """Bundles that this process tuned and could not write to the overlay, as files for the child."""
-    usables = dispatch_snapshot.snapshot().found(installed=False)
+    usables = dispatch_snapshot.snapshot().files(installed=False)
     bundles = [usable.bundle for usable in usables if usable.place.kind is Kind.PROCESS and usable.bundle is not None]
     return {
         f"made-{number}.msgpack": codec.encode(bundle.load())

@@ -86,13 +86,13 @@ def measure_cells(
     )
     path, journal = answer.with_suffix(".candidates"), answer.with_suffix(".journal")
     with begun(device) as gpu:  # torch starts there while candidates are compiled here
-        incumbents = Incumbents.found()
+        incumbents = Incumbents.on_search_path()
         for name in bundles:
             incumbents.snapshot.add(open_bundle(answer.with_name(name)))
         planned = BuildPlan(wanted, records)
         candidates = _candidates_beside(wanted, incumbents.codes(planned.problems, sm), sm, _cache(cache))
-        planned = planned.without(_unserved(wanted, candidates.every).keys())
-        chosen = choose_among_all(planned, candidates.every, sm)
+        planned = planned.without(_unserved(wanted, candidates.all_variants).keys())
+        chosen = choose_among_all(planned, candidates.all_variants, sm)
         publish(path, codec.encode(assembled(planned, candidates, chosen, None)))
         if gpu is not None:
             with open_bundle(path) as bundle:
@@ -175,7 +175,9 @@ def compile_specs(specs: Iterable[Spec], sm: int, cache: CompileCache | None) ->
             f"sm_{sm}: no kernel is for such a problem (of quantised weights, {MAX_EXPERTS} experts at most)"
         )
     groups = by_code(specs, sm)
-    results = compile_all([CompileJob(group[0], sm) for group in groups], cache=cache, shipped=Shipped.found(sm).get)
+    results = compile_all(
+        [CompileJob(group[0], sm) for group in groups], cache=cache, shipped=Shipped.in_packages(sm).get
+    )
     usable: dict[Spec, Compiled] = {}
     reasons: dict[str, None] = {}
     for result, group in zip(results, groups, strict=True):

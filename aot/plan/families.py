@@ -210,7 +210,7 @@ def compilable(family: Family, aligned: Iterable[Config], rest: Iterable[Config]
 
 
 def has_candidates(family: Family, E: int, sm: int, pool: Pool) -> bool:
-    """Whether some candidate of a family supports E experts."""
+    """True if some candidate of a family supports E experts."""
     return any(
         registry.limits_of(family.gemm, config, family.dtype).experts >= E for config in pool.candidates(family, sm)
     )

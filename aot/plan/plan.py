@@ -243,7 +243,7 @@ def padded(shapes: Iterable[LayerShard], sms: Collection[int]) -> Iterator[str]:
 def _runs(
     problem: Problem, sm: int, coded: Callable[[Family, int, int], bool], replaced: Collection[Problem] = ()
 ) -> bool:
-    """Whether a capability has code for an optional or quantised problem.
+    """True if a capability has code for an optional or quantised problem.
 
     If the forward can run prepared weights, all ops use them. ``replaced`` are problems in the checkpoint layout whose
     weights are padded and prepared instead.

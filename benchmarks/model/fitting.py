@@ -135,7 +135,7 @@ def with_values(constants: Constants, sm: int, ranges: Ranges, values: Sequence[
 
 
 def objective(packed: Sequence[Part], constants: Constants, error_weight: float = ERROR_WEIGHT) -> float:
-    """How bad the constants are: what is lost by the first choices, and how far the estimates are off."""
+    """Return the loss of the constants: time lost by the first choices, plus the weighted error of the estimates."""
     total, count = 0.0, 0
     for part in packed:
         log_us = np.log(part.estimates_us(constants))

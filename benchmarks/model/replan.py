@@ -57,72 +57,79 @@ def with_row_kernels(bundle: Bundle, where: str) -> Bundle:
         if another Triton made the bundle, or a variant does not compile.
     """
     sm = bundle.target.sm
-    digests = {one.name: one.source_sha256 for one in bundle.kernels}
+    digests = {kernel.name: kernel.source_sha256 for kernel in bundle.kernels}
     stale = {
-        i: RowOpSpec(one.op, one.dtype, one.alignment)
-        for i, one in enumerate(bundle.variants)
-        if isinstance(one.op, RowOp) and digests[one.kernel] != bytes.fromhex(source_sha256(one.kernel))
+        i: RowOpSpec(variant.op, variant.dtype, variant.alignment)
+        for i, variant in enumerate(bundle.variants)
+        if isinstance(variant.op, RowOp) and digests[variant.kernel] != bytes.fromhex(source_sha256(variant.kernel))
     }
     lacking = lacks(bundle)
     wanted = [*stale.values(), *lacking]
-    if wanted and (made := producer_of(sm))._replace(options=()) != bundle.producer._replace(options=()):
-        raise RuntimeError(f"{where}: made by {bundle.producer}, this is {made}")
-    results = {one.job.spec: one for one in compile_all([CompileJob(spec, sm) for spec in wanted])}
+    if wanted and (producer := producer_of(sm))._replace(options=()) != bundle.producer._replace(options=()):
+        raise RuntimeError(f"{where}: made by {bundle.producer}, this is {producer}")
+    results = {result.job.spec: result for result in compile_all([CompileJob(spec, sm) for spec in wanted])}
     codes = [Code(*pair) for pair in zip(bundle.variants, bundle.cubins, strict=True)]
-    kernels = {one.name: one for one in bundle.kernels}
-    is_sorted = codes == sorted(codes, key=lambda one: one.sort_key)  # else they are as ``aot compile`` listed them
+    kernels = {kernel.name: kernel for kernel in bundle.kernels}
+    is_sorted = codes == sorted(codes, key=lambda code: code.sort_key)  # else they are as ``aot compile`` listed them
     for spec in wanted:
         compiled = results[spec].compiled
         if compiled is None:
             raise RuntimeError(f"{where}: {results[spec].reason}")
-        kernels |= {one.name: one for one in kernels_of([compiled])}
+        kernels |= {kernel.name: kernel for kernel in kernels_of([compiled])}
         code = Code(compiled.variant, compiled.cubin)
-        for i in (i for i, one in stale.items() if one == spec):
+        for i in (i for i, choice in stale.items() if choice == spec):
             codes[i] = code
         if spec in lacking:
             behind = (RowOp.SORT_SLOTS,) if spec.op is RowOp.PLACE_ROWS else MAKES_FIRST
-            place = max(i for i, one in enumerate(codes) if one.variant.op in behind)
+            place = max(i for i, code in enumerate(codes) if code.variant.op in behind)
             codes.insert(place if spec.op is RowOp.PLACE_ROWS else 1 + place, code)
     if is_sorted:
-        codes.sort(key=lambda one: one.sort_key)
-    variants = tuple(one.variant for one in codes)
-    places = {one: i for i, one in enumerate(variants)}
-    moved = {i: places[one] for i, one in enumerate(bundle.variants) if one in places}
+        codes.sort(key=lambda code: code.sort_key)
+    variants = tuple(code.variant for code in codes)
+    places = {variant: i for i, variant in enumerate(variants)}
+    moved = {i: places[variant] for i, variant in enumerate(bundle.variants) if variant in places}
     return bundle._replace(
         variants=variants,
-        cubins=tuple(one.cubin for one in codes),
+        cubins=tuple(code.cubin for code in codes),
         kernels=tuple(kernels[name] for name in sorted(kernels)),
-        choices={problem: tuple(renumbered(one, moved) for one in row) for problem, row in bundle.choices.items()},
+        choices={
+            problem: tuple(renumbered(choice, moved) for choice in row) for problem, row in bundle.choices.items()
+        },
     )
 
 
 def renumbered(choice: Choice, moved: dict[int, int]) -> Choice:
     """The choice of variants that are elsewhere now."""
-    plan = (one._replace(variant=None if one.variant is None else moved[one.variant]) for one in choice.plan)
+    plan = (
+        plan_row._replace(variant=None if plan_row.variant is None else moved[plan_row.variant])
+        for plan_row in choice.plan
+    )
     runner_up = None if choice.runner_up is None else moved[choice.runner_up]
     return choice._replace(variant=moved[choice.variant], runner_up=runner_up, plan=tuple(plan))
 
 
 def lacks(bundle: Bundle) -> list[RowOpSpec]:
     """Missing row kernels: those of codes that go with those that quantise x, and place_rows beside sort_slots."""
-    there = {(one.op, one.dtype, one.alignment) for one in bundle.variants}
-    formats = [dtype for dtype, ops in CODE_OPS.items() if any(one.op is ops.quantize for one in bundle.variants)]
-    every = specs((), frozenset((Op.FORWARD,)), of_codes=formats) if formats else ()
-    found = [one for one in every if one.op in MAKES_CODES and tuple(one) not in there]
-    ops = {one.op for one in bundle.variants}
+    there = {(variant.op, variant.dtype, variant.alignment) for variant in bundle.variants}
+    formats = [
+        dtype for dtype, ops in CODE_OPS.items() if any(variant.op is ops.quantize for variant in bundle.variants)
+    ]
+    specs_of_codes = specs((), frozenset((Op.FORWARD,)), of_codes=formats) if formats else ()
+    added = [spec for spec in specs_of_codes if spec.op in MAKES_CODES and tuple(spec) not in there]
+    ops = {variant.op for variant in bundle.variants}
     lists = RowOp.SORT_SLOTS in ops and RowOp.PLACE_ROWS not in ops
-    return [*found, *([RowOpSpec(RowOp.PLACE_ROWS, DType.FP32, 1)] if lists else [])]
+    return [*added, *([RowOpSpec(RowOp.PLACE_ROWS, DType.FP32, 1)] if lists else [])]
 
 
 def of_products(bundle: Bundle) -> list[tuple[object, bytes]]:
     """The variants of products and their cubins."""
-    every = zip(bundle.variants, bundle.cubins, strict=True)
-    return [(one, cubin) for one, cubin in every if not isinstance(one.op, RowOp)]
+    pairs = zip(bundle.variants, bundle.cubins, strict=True)
+    return [(variant, cubin) for variant, cubin in pairs if not isinstance(variant.op, RowOp)]
 
 
 def named(bundle: Bundle) -> list[list[Variant]]:
     """The variants that each choice names."""
-    return [[bundle.variants[i] for i in one.variants()] for row in bundle.choices.values() for one in row]
+    return [[bundle.variants[i] for i in choice.variants()] for row in bundle.choices.values() for choice in row]
 
 
 def replanned(data: bytes, where: str, *, row_kernels: bool = False) -> tuple[bytes, Bundle]:

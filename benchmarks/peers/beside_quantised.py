@@ -75,7 +75,7 @@ def described(error: Exception) -> str:
 
 
 def lost() -> bool:
-    """Whether a fault has taken the GPU's context: nothing more can be measured in this process."""
+    """Return True if a fault has destroyed the GPU's context: nothing more can be measured in this process."""
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -157,7 +157,7 @@ ENVIRON = {
 SLACK = 1.25  # a run may take so many times what the last of its kind took
 
 
-def told() -> list[str]:
+def logged_lines() -> list[str]:
     """The lines that pretuned tells from now on. (vLLM takes all handlers away when an engine starts, no filter.)"""
     lines: list[str] = []
 
@@ -252,7 +252,7 @@ def here(args: argparse.Namespace) -> dict[str, Any]:
 
     from pretuned.integrations.vllm import register
 
-    lines = told()
+    lines = logged_lines()
     register()  # where pretuned is not installed as a package; else vLLM calls it as well
     (name,) = MODELS[args.models[0]]["architectures"]  # handed over; else vLLM imports it in a process of its own
     module = importlib.import_module(f"vllm.model_executor.models.{MODULES[name]}")

@@ -47,7 +47,7 @@ class Element(NamedTuple):
         """Of the code, unpressed."""
         return _number(self.header, "<Q", 56)
 
-    def told(self) -> bytes:
+    def header_bytes(self) -> bytes:
         """The header, with ``kind``."""
         return struct.pack("<H", self.kind) + self.header[2:]
 
@@ -60,7 +60,7 @@ class Element(NamedTuple):
         payload = self.payload
         if self.is_pressed and not self.kind & _AS_IT_IS:
             payload = zstd.press(payload, level)
-        header = bytearray(self._replace(kind=self.kind & ~_AS_IT_IS).told())
+        header = bytearray(self._replace(kind=self.kind & ~_AS_IT_IS).header_bytes())
         padded = -(-len(payload) // 8) * 8
         struct.pack_into("<QI", header, 8, padded, len(payload) if self.is_pressed else 0)
         return bytes(header) + payload.ljust(padded, b"\0")
@@ -154,7 +154,7 @@ def cut(data: bytes, sm: int, zstd: Zstd, without: re.Pattern[bytes] | None = No
         if _laid(plain, len(where), zstd) is None:
             plain = [element._replace(kind=element.kind | _AS_IT_IS) for element in stay]
         code += b"".join(element.payload for element in plain)
-        out[where.start : where.stop] = b"".join(element.told() for element in plain).ljust(len(where), b"\0")
+        out[where.start : where.stop] = b"".join(element.header_bytes() for element in plain).ljust(len(where), b"\0")
     return bytes(out), bytes(code)
 
 

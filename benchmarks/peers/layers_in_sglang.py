@@ -180,7 +180,7 @@ def name_of(layer: Any) -> str | None:
 
 
 class Untuned(logging.Handler):
-    """Whether SGLang's Triton kernel had no configuration for a layer: it tells that once."""
+    """Note whether SGLang's Triton kernel had no configuration for a layer, which SGLang logs once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ def products(rows: Rows, w: Any) -> dict[str, Call]:
 
 
 def layers(rows: Rows, up: Any, down: Any) -> dict[str, Call]:
-    """The same of a layer."""
+    """Return the calls of a layer by name, like ``products`` for a product."""
     out = torch.full_like(rows.padded, CANARY)
     how = {"expected_rows": rows.packed.shape[0], "out": out}
 
@@ -133,21 +133,21 @@ def deepgemm(rows: Rows, w: ExpertWeights) -> Call:
 
 def compared(rows: Rows, calls: dict[str, Call]) -> dict[str, Any]:
     """How far padded rows are from packed ones, whether they have the same bits, and whether padding was written."""
-    want, every = calls["packed"](), calls["padded"]()
-    got = every[rows.there]
-    found: dict[str, Any] = {
+    want, padded = calls["packed"](), calls["padded"]()
+    got = padded[rows.there]
+    row: dict[str, Any] = {
         "difference": float((got.float() - want.float()).norm() / want.float().norm()),
         "same_bits": bool(torch.equal(got, want)),
-        "padding_written": bool((every[~rows.there] != CANARY).any()),
+        "padding_written": bool((padded[~rows.there] != CANARY).any()),
     }
     if "codes" in calls:
-        every = calls["codes"]()
-        found["codes_difference"] = float((every[rows.there].float() - want.float()).norm() / want.float().norm())
-        found["padding_written"] |= bool((every[~rows.there] != CANARY).any())
+        padded = calls["codes"]()
+        row["codes_difference"] = float((padded[rows.there].float() - want.float()).norm() / want.float().norm())
+        row["padding_written"] |= bool((padded[~rows.there] != CANARY).any())
     if "deepgemm" in calls:
         theirs = calls["deepgemm"]()[rows.there].float()
-        found["deepgemm_difference"] = float((theirs - want.float()).norm() / want.float().norm())
-    return found
+        row["deepgemm_difference"] = float((theirs - want.float()).norm() / want.float().norm())
+    return row
 
 
 def fp8_weights(E: int, N: int, K: int, device: str) -> tuple[ExpertWeights, ExpertWeights]:
@@ -165,8 +165,8 @@ def cells_of(kind: Kind, device: str, theirs: bool) -> Any:
         raw, prepared = ups[name]
 
         def of_fp8(rows: Rows, raw: ExpertWeights = raw, prepared: ExpertWeights = prepared) -> dict[str, Call]:
-            made = products(rows, prepared) | {"codes": coded(rows, prepared)}
-            return made | ({"deepgemm": deepgemm(rows, raw)} if theirs else {})
+            calls = products(rows, prepared) | {"codes": coded(rows, prepared)}
+            return calls | ({"deepgemm": deepgemm(rows, raw)} if theirs else {})
 
         yield f"fp8 {name}", K, of_fp8
     yield "fp8 layer", kind.H, lambda rows: layers(rows, ups["gate_up"][1], ups["down"][1])
@@ -225,17 +225,17 @@ def table(cells: Sequence[dict[str, Any]]) -> list[str]:
         ]
         for label, above, below in ratios:
             timed = {n: cell for n, cell in some.items() if above in cell and below in cell}
-            found = [timed[n][above] / timed[n][below] if n in timed else None for n in numbers]
-            if any(found):
-                line = " | ".join("" if one is None else f"{one:.2f}" for one in found)
+            results = [timed[n][above] / timed[n][below] if n in timed else None for n in numbers]
+            if any(results):
+                line = " | ".join("" if ratio is None else f"{ratio:.2f}" for ratio in results)
                 lines.append(f"| {name} {what} | {label} | {line} |")
     return lines
 
 
 def wrong(cell: dict[str, Any]) -> bool:
-    """Whether a result is off, or padding was written to."""
+    """Return True if a result is off, or padding was written to."""
     differences = [cell[name] for name in ("difference", "codes_difference") if name in cell]
-    return bool(cell["padding_written"] or not all(one < MAX_DIFFERENCE for one in differences))
+    return bool(cell["padding_written"] or not all(difference < MAX_DIFFERENCE for difference in differences))
 
 
 def main() -> None:
@@ -246,8 +246,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help=f"of an expert, 1 to {MOST}")
     parser.add_argument("--seconds", type=float, default=85.0, help="no further cell is begun after so long")
     args = parser.parse_args()
-    unknown = [one for one in args.models if all(one != kind.name for kind in KINDS)]
-    if unknown or any(not 1 <= one <= MOST for one in args.rows):
+    unknown = [model for model in args.models if all(model != kind.name for kind in KINDS)]
+    if unknown or any(not 1 <= row <= MOST for row in args.rows):
         parser.error(f"wanted models of {[kind.name for kind in KINDS]} and rows of 1 to {MOST}")
     if args.vllm is not None:
         sys.path.insert(0, str(vllm_kernels.package(args.vllm) / "third_party"))

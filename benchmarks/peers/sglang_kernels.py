@@ -164,7 +164,7 @@ def builders(kind: str) -> list[Callable[[], Any]]:
         "mxfp4": [align_counted, single, repack, total, router],
         "int4": [align_counted, single, repack, total, act],
     }
-    return [*marlins(kind), *_found(by_kind[kind])]
+    return [*marlins(kind), *_files(by_kind[kind])]
 
 
 def marlins(kind: str) -> list[Callable[[], Any]]:
@@ -174,10 +174,10 @@ def marlins(kind: str) -> list[Callable[[], Any]]:
         ("moe.moe_wna16_marlin", "_jit_moe_wna16_marlin_module", (torch.bfloat16, False, has_bias, True, is_down, True))
         for is_down in (False, True)
     ]
-    return _found(wanted) if kind in _KEPT else []
+    return _files(wanted) if kind in _KEPT else []
 
 
-def _found(wanted: list[tuple[str, str, tuple[Any, ...]]]) -> list[Callable[[], Any]]:
+def _files(wanted: list[tuple[str, str, tuple[Any, ...]]]) -> list[Callable[[], Any]]:
     compilers: list[Callable[[], Any]] = []
     for module, name, args in wanted:
         with contextlib.suppress(ImportError, AttributeError):
@@ -204,11 +204,11 @@ def take(built: Path) -> None:
     loader = importlib.import_module("sglang.kernels.jit.utils.compile.loader")
     find = loader._find_prebuilt
 
-    def found(*, spec: Any, scope: Path) -> Path | None:
+    def find_prebuilt(*, spec: Any, scope: Path) -> Path | None:
         there = built / spec.module_name / f"{spec.module_name}.so"
         return there if there.is_file() else find(spec=spec, scope=scope)
 
-    loader._find_prebuilt = found
+    loader._find_prebuilt = find_prebuilt
 
 
 def build(built: Path, folder: Path) -> list[str]:

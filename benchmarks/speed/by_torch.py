@@ -52,7 +52,7 @@ def built(cells: Mapping[Problem, Sequence[int]], candidates: Candidates, journa
 
 def tuned(folder: Path, candidates: Candidates) -> Path:
     """Measure the cells on this GPU; the bundle's path."""
-    journal, incumbents = folder / "odd-k.journal", Incumbents.found()
+    journal, incumbents = folder / "odd-k.journal", Incumbents.on_search_path()
     bundle = candidates.with_others(incumbents.codes([*CELLS], candidates.target.sm))
     with published_candidates(BuildPlan(CELLS, ()), bundle, incumbents) as (file, ships, entrants):
         outcome = tune_problems(CELLS, file, journal, entrants=entrants, ships=ships)

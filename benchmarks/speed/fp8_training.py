@@ -47,9 +47,9 @@ RAGGED = (129, 0, 1, 127, 128, 256, 300, 3)
 Step = Callable[[], list[torch.Tensor]]
 
 
-def apart(found: torch.Tensor, want: torch.Tensor) -> float:
-    found, want = found.detach().float(), want.detach().float()
-    return float((found - want).norm() / want.norm())
+def apart(got: torch.Tensor, want: torch.Tensor) -> float:
+    got, want = got.detach().float(), want.detach().float()
+    return float((got - want).norm() / want.norm())
 
 
 def quantised(w: torch.Tensor) -> torch.Tensor:

@@ -22,13 +22,13 @@ class Row(NamedTuple):
     least: float  # of the least batches
 
     def interval(self) -> tuple[float, float]:
-        """Where the middle 90 % of draws are; of one pair of processes nothing is known."""
+        """Return the middle 90 % of draws; NaN for a single pair of processes."""
         if len(self.pairs) < 2:
             return float("nan"), float("nan")
         steps = statistics.quantiles(self.drawn, n=20, method="inclusive")
         return steps[0], steps[-1]
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the row for a result file."""
         low, high = self.interval()
         return {
@@ -83,7 +83,7 @@ def mean(rows: list[Row]) -> Row:
 
 
 def torchs(calls: dict[str, Row]) -> dict[str, Row]:
-    """Those of torch's own calls: the same code in both."""
+    """Return the rows of torch's own calls: the same code in both trees."""
     return {name: row for name, row in calls.items() if name.startswith("torch")}
 
 
@@ -91,7 +91,7 @@ def ours(calls: dict[str, Row]) -> dict[str, Row]:
     return {name: row for name, row in calls.items() if not name.startswith("torch")}
 
 
-def told(pairs: list[Pair], most: float) -> list[str]:
+def show(pairs: list[Pair], most: float) -> list[str]:
     """Print the table; which of ours are above ``most``."""
     calls = rows(pairs)
     print(f"{'call':42} {'old':>8} {'new':>8} us  ratio   90 % of draws    of pairs         medians   least")

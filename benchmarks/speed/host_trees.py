@@ -107,7 +107,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         if unknown:
             wanted = ", ".join(report["work"]["new"])
             raise host_turns.Ended(f"no such call: {', '.join(unknown)}; wanted of {wanted}")
-        host_work.told(report["work"])
+        host_work.show(report["work"])
         report["pairs"] = []
         most_pairs = args.pairs or (sys.maxsize if args.seconds else PAIRS)
         while len(report["pairs"]) < most_pairs:
@@ -125,7 +125,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
 def written(report: dict[str, Any], out: Path | None) -> None:
     if out:
-        report["ratios"] = {name: row.told() for name, row in host_ratios.rows(report["pairs"]).items()}
+        report["ratios"] = {name: row.as_dict() for name, row in host_ratios.rows(report["pairs"]).items()}
         out.parent.mkdir(parents=True, exist_ok=True)
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in report.items()]
         out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
@@ -163,6 +163,6 @@ def main() -> None:
         pairs = read(args.table) if args.table else measured(args)["pairs"]
     except host_turns.Ended as error:
         sys.exit(str(error))
-    slower = host_ratios.told(pairs, args.most)
+    slower = host_ratios.show(pairs, args.most)
     if slower:
         sys.exit(f"slower by more than {args.most}: {', '.join(slower)}")

@@ -47,7 +47,7 @@ def profiled(call: Callable[[], object], settle: Callable[[], object]) -> dict[s
     return counts
 
 
-def told(works: dict[str, Work]) -> None:
+def show(works: dict[str, Work]) -> None:
     """Print how many of each the two trees have, and by name where they differ."""
     old, new = works["old"], works["new"]
     print(f"{'one replayed call':42} {'launches':>12} {'operators':>12} {'kernels':>12}  old, new")

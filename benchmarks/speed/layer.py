@@ -83,7 +83,7 @@ def step(layer: Callable[..., torch.Tensor], tensors: list[torch.Tensor], ids: t
 
 
 def compared(name: str, call: Callable[[], torch.Tensor], want: torch.Tensor, cell: dict[str, Any]) -> bool:
-    """Whether a baseline runs and computes the same; else the cell says why it has no time."""
+    """Return True if a baseline runs and computes the same; else the cell says why it has no time."""
     try:
         off = float((call().float() - want.float()).norm() / want.float().norm())
     except Exception as error:

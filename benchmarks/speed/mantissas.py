@@ -50,7 +50,7 @@ def after_pauses(clock: method.Clock, calls: Sequence[Callable[[], object]]) -> 
 
 
 def has(config: Config, x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> bool:
-    """Whether the bundles have this config for operands of this type."""
+    """Return True if the bundles have this config for operands of this type."""
     try:
         grouped_gemm(x, w, m_sizes, kernel_config_fwd=config)
     except InputError:

@@ -50,15 +50,15 @@ Call = Callable[[], object]
 def times_ms(call: Call, rounds: int) -> float:
     """The median of some runs, each between two events, after a first one."""
     call()
-    found = []
+    results = []
     for _ in range(rounds):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         call()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end))
-    return statistics.median(found)
+        results.append(begin.elapsed_time(end))
+    return statistics.median(results)
 
 
 def awake(seconds: float) -> None:
@@ -78,13 +78,13 @@ def numbers(E: int, N: int, K: int, seed: int) -> torch.Tensor:
     return w
 
 
-def calls(every: list[tuple[torch.Tensor, ExpertWeights, ExpertWeights]]) -> dict[str, Call]:
+def calls(weights: list[tuple[torch.Tensor, ExpertWeights, ExpertWeights]]) -> dict[str, Call]:
     """The calls to time, by name, on (w, weights in the checkpoint's layout, prepared weights) of both products."""
 
     def each(call: Callable[[torch.Tensor, ExpertWeights, ExpertWeights], object]) -> Call:
         def run() -> None:
-            for one in every:
-                call(*one)
+            for matrices in weights:
+                call(*matrices)
 
         return run
 
@@ -101,8 +101,8 @@ def calls(every: list[tuple[torch.Tensor, ExpertWeights, ExpertWeights]]) -> dic
 
 def floors_ms(format: str, w: list[torch.Tensor]) -> dict[str, float]:
     """The time of the bytes alone. nvfp4 is read twice: its outer scale is of all of an expert."""
-    wide = sum(one.numel() * 2 for one in w)
-    narrow = sum(one.shape[0] * PRECISIONS[format].w_bytes(*one.shape[1:]) for one in w)
+    wide = sum(tensor.numel() * 2 for tensor in w)
+    narrow = sum(matrix.shape[0] * PRECISIONS[format].w_bytes(*matrix.shape[1:]) for matrix in w)
     passes = 2 if format == "nvfp4" else 1
     moved = {
         "quantise": passes * wide + narrow,
@@ -144,12 +144,12 @@ def measure(models: list[str], formats: list[str]) -> tuple[list[dict[str, Any]]
             if kept is None:
                 wrong.append(f"no bundle has the kernels of {format}: torch alone is timed")
             stored = [ExpertWeights.quantize(w, format, check=False) for w in plain]
-            ready = [ExpertWeights(format, *map(_copied, one._quantised)).prepare() for one in stored]
-            if not all(one.is_prepared for one in ready):
+            ready = [ExpertWeights(format, *map(_copied, matrix._quantised)).prepare() for matrix in stored]
+            if not all(matrix.is_prepared for matrix in ready):
                 wrong.append(f"{format} of {name} was not prepared")
                 continue
             what, floors = calls(list(zip(plain, stored, ready, strict=True))), floors_ms(format, plain)
-            narrow = max(one.nbytes for each in stored for one in (each.codes,))
+            narrow = max(matrix.nbytes for each in stored for matrix in (each.codes,))
             results = {"load": narrow, "restore": narrow, "dequantise": max(w.nbytes for w in plain)}
             expert_mb = max(w[0].nbytes for w in plain) / 1e6
             cell: dict[str, Any] = {"model": name, "format": format, "copy_ms": copy_ms, "expert_mb": expert_mb}
@@ -162,11 +162,11 @@ def measure(models: list[str], formats: list[str]) -> tuple[list[dict[str, Any]]
                     with by_torch():
                         row["torch_ms"] = times_ms(call, 1)
                 cell[call_name] = row
-                told = "  ".join(f"{key} {value:8.3f}" for key, value in row.items())
-                print(f"{name:13} {format:13} {call_name:10} {told}", flush=True)
+                line = "  ".join(f"{key} {value:8.3f}" for key, value in row.items())
+                print(f"{name:13} {format:13} {call_name:10} {line}", flush=True)
             if kept is not None:
                 experts = slice(None) if name == FIRST else slice(-2, None)
-                wrong += [f"{name}: {one}" for one in _differences(format, plain, stored, ready, experts)]
+                wrong += [f"{name}: {difference}" for difference in _differences(format, plain, stored, ready, experts)]
             cells.append(cell)
             del stored, ready, what
             torch.cuda.empty_cache()
@@ -185,8 +185,8 @@ def by_torch() -> Iterator[None]:
         writing.kernels = kernels
 
 
-def _copied(one: torch.Tensor | None) -> torch.Tensor | None:
-    return None if one is None else one.clone()
+def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 def _differences(
@@ -197,30 +197,30 @@ def _differences(
     experts: slice,
 ) -> list[str]:
     """The tensors of some experts whose bits by row kernels are not those by torch, in both layouts."""
-    found = []
-    for w, one, out in zip(plain, stored, ready, strict=True):
+    wrong = []
+    for w, matrix, out in zip(plain, stored, ready, strict=True):
         out.copy_(w, check=False)
         with by_torch():
             want = ExpertWeights.quantize(w[experts], format)
             want_ready = ExpertWeights.quantize(w[experts], format).prepare()
-        for what, got, other in (("stored", one, want), ("prepared", out, want_ready)):
+        for what, got, other in (("stored", matrix, want), ("prepared", out, want_ready)):
             for tensor, theirs in other.tensors().items():
                 if not _equal(got.tensors()[tensor][experts], theirs):
-                    found.append(f"{format}: {what} {tensor} are not torch's")
+                    wrong.append(f"{format}: {what} {tensor} are not torch's")
         values = out.dequantize()[experts]
         for expert in range(want.shape[0]):
             if not torch.equal(values[expert], want.dequantize(expert=expert)):
-                found.append(f"{format}: dequantised numbers of expert {expert} are not torch's")
+                wrong.append(f"{format}: dequantised numbers of expert {expert} are not torch's")
         back = out.restore().tensors()
-        for tensor, theirs in one.tensors().items():
+        for tensor, theirs in matrix.tensors().items():
             if not _equal(back[tensor], theirs):
-                found.append(f"{format}: restored {tensor} are not those of the checkpoint's layout")
-    return found
+                wrong.append(f"{format}: restored {tensor} are not those of the checkpoint's layout")
+    return wrong
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the bits are equal."""
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+def _equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if the bits are equal."""
+    return torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def main() -> None:

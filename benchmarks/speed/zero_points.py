@@ -289,7 +289,7 @@ def cell(
 
 
 def useful(loaded: LoadedVariant, T: int) -> bool:
-    """Whether a variant is meant for so many tokens: fitted tiles are for many."""
+    """Return True if a variant is meant for so many tokens: fitted tiles are for many."""
     return (loaded.kernel.config.block_m >= 64) == (T >= 512) or T == 1024
 
 

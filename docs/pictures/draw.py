@@ -90,7 +90,9 @@ def layers() -> Picture:
     own = {"bf16": "triton", "fp8": "triton", "mxfp4": "triton", "int4": "marlin"}  # what vLLM 0.20.2 chooses
     formats = {"bf16": "bf16", "fp8": "fp8 128x128 blocks", "mxfp4": "mxfp4", "int4": "int4"}
     sizes = (1, 128, 8192)
-    cells = {(one["model"], one["kind"], one["tokens"]): one["us"] for one in read("layers-in-vllm-h200.json")["cells"]}
+    cells = {
+        (cell["model"], cell["kind"], cell["tokens"]): cell["us"] for cell in read("layers-in-vllm-h200.json")["cells"]
+    }
     models = list(dict.fromkeys((model, kind) for model, kind, _ in cells))
     left, unit, top, bar = 300, 138, 64, 19
     picture = Picture(760, top + len(models) * 78 + 34, "One MoE layer inside vLLM: pretuned against vLLM's own kernel")
@@ -146,16 +148,16 @@ def cold() -> Picture:
 
     gpu = report["gpu"].replace("NVIDIA ", "").split(" ")[0]
     left, unit = 200, 460 / max(seconds(row, "empty") for row in rows)
-    every = [(one, [row for row in rows if row["format"] == one]) for one in formats]
-    every = [(one, own) for one, own in every if own]
-    height = 76 + sum(30 + 40 * len(own) for _, own in every)
+    by_format = [(format, [row for row in rows if row["format"] == format]) for format in formats]
+    by_format = [(format, own) for format, own in by_format if own]
+    height = 76 + sum(30 + 40 * len(own) for _, own in by_format)
     picture = Picture(760, height, "A new process: seconds until its first ten grouped GEMMs are done")
     picture.text(12, 24, f"A new process on an {gpu}: seconds until its first ten grouped GEMMs are done", "title")
     picture.text(
         12, 44, "upper bar: every cache empty; lower bar: caches warm; torch and a CUDA context up before", "soft"
     )
     y = 66
-    for name, own in every:
+    for name, own in by_format:
         picture.text(12, y + 14, f"{formats[name]}, {own[0]['model']}", "strong")
         y += 26
         for row in own:

@@ -182,7 +182,7 @@ class Checked:
 
     @property
     def ok(self) -> bool:
-        """Whether no bit differed."""
+        """True if no bit differed."""
         return not any(counted.differing for counted in self.results.values())
 
 
@@ -196,7 +196,7 @@ class BatchInvarianceReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no bit differed in any format."""
+        """True if no bit differed in any format."""
         return all(entry.ok for entry in self.checked)
 
     def to_dict(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Form(NamedTuple):
 
     @property
     def pinned(self) -> bool:
-        """Whether the caller names a kernel."""
+        """True if the caller names a kernel."""
         return any(pin is not None for pin in (self.pin_forward, self.pin_dx, self.pin_dw))
 
     @property
@@ -63,7 +63,7 @@ class Form(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether rows stay where they are."""
+        """True if rows stay where they are."""
         return not (self.permute_x or self.permute_y)
 
 
@@ -418,7 +418,7 @@ def autocast(x: torch.Tensor, w: _W, bias: torch.Tensor | None) -> tuple[torch.T
 
 
 def casts(kind: str) -> bool:
-    """Whether this is a torch.autocast region of a kind of device."""
+    """True if this is a torch.autocast region of a kind of device."""
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 

@@ -197,7 +197,7 @@ def extent(tensor: torch.Tensor) -> int:
 
 
 def _share(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors may have a byte in common; columns of one matrix side by side have none."""
+    """True if two tensors may have a byte in common; columns of one matrix side by side have none."""
     ahead = other.data_ptr() - tensor.data_ptr()
     if ahead >= extent(tensor) or -ahead >= extent(other):
         return False

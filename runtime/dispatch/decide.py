@@ -593,7 +593,7 @@ def idles(variant: Variant, problem: Problem, M: int, bucket: int) -> bool:
 
 
 def torch_runs(problem: Problem, sm: int) -> bool:
-    """Whether torch's grouped_mm can compute a problem on a capability without a synchronisation."""
+    """True if torch's grouped_mm can compute a problem on a capability without a synchronisation."""
     return arch.torch_groups(sm) and torch_multiplies(problem)
 
 

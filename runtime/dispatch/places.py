@@ -123,7 +123,7 @@ class Place(NamedTuple):
         return f"{self.path} ({self.kind.value})"
 
 
-class Found(NamedTuple):
+class PlacedBundle(NamedTuple):
     """A bundle file in a place: open, its index perhaps not yet read, or the error that keeps it closed."""
 
     place: Place
@@ -144,9 +144,9 @@ def places(settings: Settings, system: Path = SYSTEM_DIRECTORY) -> tuple[Place, 
     return (*named, Place(Kind.SYSTEM, system))
 
 
-def scan(asked: Iterable[Place], without: Path | None, keys: Keys | None) -> tuple[Found, ...]:
+def scan(asked: Iterable[Place], without: Path | None, keys: Keys | None) -> tuple[PlacedBundle, ...]:
     """Every bundle file of these places, but for ``without``, opened; signed by one of ``keys``, where it must be."""
-    opened: list[Found] = []
+    opened: list[PlacedBundle] = []
     for place in asked:
         wanted = None if place.is_ours() else keys
         with _undisturbed(place):
@@ -183,7 +183,7 @@ def candidates_file(folder: Path, sm: int) -> Path | None:
     return None
 
 
-def candidates(asked: Iterable[Place], sm: int, keys: Keys | None) -> Iterator[Found]:
+def candidates(asked: Iterable[Place], sm: int, keys: Keys | None) -> Iterator[PlacedBundle]:
     """The candidates that these places have for a capability, then those of earlier ones whose code it runs.
 
     Each is unpacked into memory as it is asked for: 16 to 51 MB, 0.1 to 0.4 s.
@@ -234,23 +234,23 @@ def _undisturbed(place: Place) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
-def _open(place: Place, path: Path, keys: Keys | None) -> Found:
+def _open(place: Place, path: Path, keys: Keys | None) -> PlacedBundle:
     from ...artifacts.bundle_file import open_bundle  # here, as a process without a GPU opens none
 
     try:
         if keys is None:
-            return Found(place, path, open_bundle(path, later=not place.names(path)), None)
+            return PlacedBundle(place, path, open_bundle(path, later=not place.names(path)), None)
         from ...artifacts import signature
 
         bundle = open_bundle(path, later=True, signed=True)
         signature.check(bundle.path, bundle.digest, keys)
         if place.names(path):
             bundle.variant_count  # noqa: B018 - reads the index, once it is known whose it is
-        return Found(place, path, bundle, None)
+        return PlacedBundle(place, path, bundle, None)
     except BundleError as error:
-        return Found(place, path, None, error)
+        return PlacedBundle(place, path, None, error)
     except HostError as error:  # no memory, or no descriptor, for what is unpacked
-        return Found(place, path, None, BundleUnreadable(str(error)))
+        return PlacedBundle(place, path, None, BundleUnreadable(str(error)))
 
 
 def installed_places() -> tuple[Place, ...]:

@@ -16,7 +16,7 @@ from ...artifacts.records import Fusion, Problem
 from ...artifacts.tuples import NamedTuple
 from .. import hooks, self_tests
 from ..settings import TRUSTED_KEYS, Invariance, Settings, lock, settings
-from .places import Found, Kind, Place, candidates, installed_places, places, scan, unusable
+from .places import Kind, Place, PlacedBundle, candidates, installed_places, places, scan, unusable
 
 if TYPE_CHECKING:
     from ...artifacts.bundle_file import BundleFile
@@ -111,9 +111,9 @@ class Snapshot:
         self.invariance = invariance
         self._named = scan(asked, without, keys)
         self._packages: tuple[Place, ...] | None = None
-        self._packaged: tuple[Found, ...] | None = None
-        self._made: tuple[Found, ...] = ()
-        self._reserves: dict[Hashable, tuple[Found, ...]] = {}
+        self._packaged: tuple[PlacedBundle, ...] | None = None
+        self._added: tuple[PlacedBundle, ...] = ()
+        self._reserves: dict[Hashable, tuple[PlacedBundle, ...]] = {}
         self._views: dict[Hashable, View] = {}
         self._variants: dict[Hashable, tuple[tuple[int, Variant], ...]] = {}
         self._choices: dict[tuple[bytes, Problem], tuple[Choice, ...]] = {}
@@ -128,18 +128,18 @@ class Snapshot:
         self.preferences: dict[Any, Any] = {}
         self.put_off = 0
 
-    def found(self, *, installed: bool) -> tuple[Found, ...]:
+    def files(self, *, installed: bool) -> tuple[PlacedBundle, ...]:
         """Every bundle, in the order of the places, those that this process made last; installed ones if asked."""
-        return tuple(map(_read, self._found(installed=installed)))
+        return tuple(map(_read, self._files(installed=installed)))
 
-    def _found(self, *, installed: bool) -> tuple[Found, ...]:
+    def _files(self, *, installed: bool) -> tuple[PlacedBundle, ...]:
         if not installed:
-            return self._named + self._made
+            return self._named + self._added
         packages = self._ask_packages()
         with lock("bundles"):
             if self._packaged is None:
                 self._packaged = scan(packages, self._without, self.keys)
-            return self._named + self._packaged + self._made
+            return self._named + self._packaged + self._added
 
     def _ask_packages(self) -> tuple[Place, ...]:
         """The directories of installed packages. Call it before any lock is taken: it may import these packages.
@@ -155,9 +155,9 @@ class Snapshot:
         """Use a bundle that this process has made, after all others."""
         place = Place(Kind.PROCESS, Path(bundle.path))
         with lock("bundles"):
-            if all(file.bundle is not bundle for file in self._made):
+            if all(file.bundle is not bundle for file in self._added):
                 self._views.clear()  # before: no fork may come upon a bundle that the views lack
-                self._made += (Found(place, place.path, bundle, None),)
+                self._added += (PlacedBundle(place, place.path, bundle, None),)
 
     def view(self, local: LocalGpu, *, installed: bool) -> View:
         """The bundles that ``local`` can use and those that it can't. Nothing is raised."""
@@ -167,7 +167,7 @@ class Snapshot:
         with lock("bundles"):
             view = self._views.get(key)
             if view is None:
-                view = self._views[key] = _view(self._found(installed=installed), local, self._rejected)
+                view = self._views[key] = _view(self._files(installed=installed), local, self._rejected)
                 self._tell(view.skipped)
         return view
 
@@ -182,7 +182,7 @@ class Snapshot:
         with lock("bundles"):
             view = self._views.get(key)
             if view is None:
-                files = self._found(installed=True)
+                files = self._files(installed=True)
                 near = [file for file in files if _is_near(file, local, kernels)]
                 if len(near) == len(files):
                     return self.view(local, installed=True)
@@ -253,7 +253,7 @@ class Snapshot:
 
     def _twin(self, bundle: BundleFile, problem: Problem) -> Problem | None:
         """``problem.transposed``; None for what this process compiled or tuned: processes must not differ."""
-        return None if any(file.bundle is bundle for file in self._made) else problem.transposed
+        return None if any(file.bundle is bundle for file in self._added) else problem.transposed
 
     def having(self, problem: Problem, local: LocalGpu) -> list[Usable]:
         """The bundles that have a variant of ``problem``'s kind; if there are none, the shipped candidates that have.
@@ -371,7 +371,7 @@ def forget() -> None:
 hooks.on_reload(forget)
 
 
-def _is_near(file: Found, local: LocalGpu, kernels: frozenset[str] | None) -> bool:
+def _is_near(file: PlacedBundle, local: LocalGpu, kernels: frozenset[str] | None) -> bool:
     if file.place.kind is not Kind.INSTALLED or file.bundle is None or not file.bundle.target.runs_on(local.sm):
         return True
     if not file.bundle.may_be_of(local.gpu):
@@ -379,24 +379,26 @@ def _is_near(file: Found, local: LocalGpu, kernels: frozenset[str] | None) -> bo
     return kernels is None or file.bundle.may_have(kernels) or not file.place.is_ours()
 
 
-def _read(file: Found) -> Found:
+def _read(file: PlacedBundle) -> PlacedBundle:
     """Read a file's index; return the file, or the file with the error that this meets."""
     try:
         if file.bundle is not None:
             file.bundle.variant_count  # noqa: B018 - reads the index
         return file
     except BundleError as error:
-        return Found(file.place, file.path, None, error)
+        return PlacedBundle(file.place, file.path, None, error)
 
 
-def _up_to_a_usable(files: Iterable[Found], local: LocalGpu) -> Iterator[Found]:
+def _up_to_a_usable(files: Iterable[PlacedBundle], local: LocalGpu) -> Iterator[PlacedBundle]:
     for file in files:
         yield file
         if file.bundle is not None and unusable(file.bundle, local) is None:
             return
 
 
-def _view(files: Iterable[Found], local: LocalGpu, rejected: dict[BundleFile, BundleError], first: int = 0) -> View:
+def _view(
+    files: Iterable[PlacedBundle], local: LocalGpu, rejected: dict[BundleFile, BundleError], first: int = 0
+) -> View:
     usable: list[Usable] = []
     skipped: list[Skipped] = []
     seen: dict[bytes, Path] = {}

@@ -149,7 +149,7 @@ def only_device() -> bool:
 
 
 def device_is_current(device: int) -> bool:
-    """Whether torch's current device is this one."""
+    """True if torch's current device is this one."""
     return bool(_C._cuda_getDevice() == device)
 
 
@@ -187,7 +187,7 @@ def tell_unsupported() -> None:
 
 
 def tf32_allowed(dtype: torch.dtype) -> bool:
-    """Whether the user lets torch multiply float32 matrices in tf32 on CUDA."""
+    """True if the user lets torch multiply float32 matrices in tf32 on CUDA."""
     if dtype is not torch.float32:
         return False
     matmul = torch.backends.cuda.matmul
@@ -196,5 +196,5 @@ def tf32_allowed(dtype: torch.dtype) -> bool:
 
 
 def capturing() -> bool:
-    """Whether torch's current stream is being captured: nothing is compiled or tuned then."""
+    """True if torch's current stream is being captured: nothing is compiled or tuned then."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

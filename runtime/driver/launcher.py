@@ -71,7 +71,7 @@ class TensorMaps:
         self._box = struct.pack(f"={rank}I", *reversed(plan.box))
         self._ones = struct.pack(f"={rank}I", *[1] * rank)
         self._leads: bool | None = None
-        self.known: dict[tuple[int, int, int], bytes] = {}
+        self.cached: dict[tuple[int, int, int], bytes] = {}
 
     def split(
         self, key: tuple[int, int, int], sizes: tuple[int, ...], strides: tuple[int, ...]
@@ -81,7 +81,7 @@ class TensorMaps:
         They are if the driver puts the address first and nothing else depends on it. (PTX's tensormap.replace changes
         the address alone, too.) That is asked of the driver once, by a second descriptor.
         """
-        encoded = self.known.get(key) or self.encode(key, sizes, strides)
+        encoded = self.cached.get(key) or self.encode(key, sizes, strides)
         if self._leads is None:
             other = key[0] ^ _OTHER_ADDRESS
             moved = self._encoded(other, sizes, strides)
@@ -99,9 +99,9 @@ class TensorMaps:
             where the driver refuses it.
         """
         encoded = self._encoded(key[0], sizes, strides)
-        if len(self.known) >= _CACHED:
-            self.known = {}
-        self.known[key] = encoded
+        if len(self.cached) >= _CACHED:
+            self.cached = {}
+        self.cached[key] = encoded
         return encoded
 
     def _encoded(self, address: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:

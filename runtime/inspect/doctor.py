@@ -22,7 +22,7 @@ from ...kernels.entry import READS_ABI
 from ...kernels.registry import unlaunchable
 from .. import self_tests, settings
 from ..dispatch import snapshot as dispatch_snapshot
-from ..dispatch.places import REINSTALL, Found, Kind, Place, unusable
+from ..dispatch.places import REINSTALL, Kind, Place, PlacedBundle, unusable
 from ..dispatch.snapshot import Snapshot, View
 from ..driver.cuda import DriverLacks, device_count, driver_version
 from ..driver.device import local_gpu, platform_name, platform_supported
@@ -162,7 +162,7 @@ def survey(snapshot: Snapshot, local: LocalGpu) -> Survey:
                 if tested_on(bundle, index, variant, local) is not None:
                     tested.add(variant)
                     continue
-                result = self_tests.known(variant, local)
+                result = self_tests.recorded(variant, local)
                 if result is None:
                     left.setdefault(variant, Untested(bundle, index, variant))
                 elif result.right:
@@ -236,7 +236,7 @@ class HostReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every GPU has a bundle that it would use; true where there is no GPU."""
+        """True if every GPU has a bundle that it would use; true where there is no GPU."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def report(
     snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ...], driver: str, faults: Iterable[str] = ()
 ) -> HostReport:
     """The report on ``snapshot`` for a machine with these GPUs; ``faults`` are problems that were found before."""
-    files = snapshot.found(installed=True)
+    files = snapshot.files(installed=True)
     views = [snapshot.view(local, installed=True) for local in gpus]
     keys = snapshot.keys or Keys("", ())
     counts: dict[str, int] = {str(place): 0 for place in snapshot.places}
@@ -374,12 +374,12 @@ def _untested(snapshot: Snapshot, gpu: int, local: LocalGpu) -> Iterator[str]:
             yield f"{prefix}each is tested before its first use. `python -m pretuned.runtime --self-test` tests all now"
 
 
-def _refused_directories(places: tuple[Place, ...], files: tuple[Found, ...]) -> Iterator[str]:
+def _refused_directories(places: tuple[Place, ...], files: tuple[PlacedBundle, ...]) -> Iterator[str]:
     """Lines on directories in PRETUNED_BUNDLES that can't be used.
 
     A directory can't be listed, a file in it may be a stranger's, or none of its files can be opened.
     """
-    by_place: dict[Place, list[Found]] = {}
+    by_place: dict[Place, list[PlacedBundle]] = {}
     for file in files:
         by_place.setdefault(file.place, []).append(file)
     for place in dict.fromkeys(place for place in places if place.kind is Kind.NAMED):
@@ -414,7 +414,7 @@ def _version(package: str) -> str:
         return f"unknown: {error}"
 
 
-def _fix(files: tuple[Found, ...], local: LocalGpu) -> str:
+def _fix(files: tuple[PlacedBundle, ...], local: LocalGpu) -> str:
     """The advice for a GPU without a usable bundle, by the errors of the bundles that are there."""
     errors = [unusable(file.bundle, local) if file.bundle is not None else file.error for file in files]
     if any(isinstance(error, DriverTooOld) for error in errors):
@@ -427,7 +427,7 @@ def _fix(files: tuple[Found, ...], local: LocalGpu) -> str:
     return f"Build one with `{command}` and name its directory in PRETUNED_BUNDLES"
 
 
-def _damage(file: Found) -> str:
+def _damage(file: PlacedBundle) -> str:
     """The error of a bundle whose list of problems or models can't be read, "" if it can; its choices may still run."""
     try:
         if file.bundle is not None:
@@ -438,7 +438,7 @@ def _damage(file: Found) -> str:
     return ""
 
 
-def _bundle(file: Found, views: list[View]) -> BundleReport:
+def _bundle(file: PlacedBundle, views: list[View]) -> BundleReport:
     bundle, damage = file.bundle, _damage(file)
     if bundle is None or damage:
         return BundleReport(str(file.path), str(file.place), "", 0, 0, (), (), damage or str(file.error))

@@ -297,8 +297,8 @@ def in_place_for(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) ->
 def training_for(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
     """The variants of dW of codes."""
     asked = [cell for cell in cells if cell[0].op is Op.DW and cell[0].dtype.quantised]
-    found = [dW_of_codes(snapshot, problem, bucket, local) for problem, bucket in asked]
-    return list(dict.fromkeys((candidate.usable.bundle, candidate.index) for candidate in found if candidate))
+    decisions = [dW_of_codes(snapshot, problem, bucket, local) for problem, bucket in asked]
+    return list(dict.fromkeys((candidate.usable.bundle, candidate.index) for candidate in decisions if candidate))
 
 
 def problems_of(view: View) -> list[tuple[Problem, ...]]:

@@ -61,7 +61,7 @@ class SelfTestReport:
 
     @property
     def ok(self) -> bool:
-        """Whether all was tested and nothing is wrong; true where there is no GPU."""
+        """True if all was tested and nothing is wrong; true where there is no GPU."""
         return not any(result.wrong or result.untested for result in self.gpus)
 
     def to_dict(self) -> dict[str, Any]:

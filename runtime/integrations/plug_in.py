@@ -74,7 +74,7 @@ class PlugIn:
         return os.environ.get(self.switch, "").strip().lower()
 
     def begin(self) -> bool:
-        """Whether to register in this process. Logs one line: active, or why not."""
+        """True if the plug-in is to register in this process. Logs one line: active, or why not."""
         if self.is_off:
             return False
         if self._said() and not self.everywhere:

@@ -104,7 +104,7 @@ def self_test_text(bundle: BundleFile, index: int, variant: Variant, local: Loca
         return f"tested on {gpu.name}"
     if settings().disable_self_test:
         return "never run on this capability, and PRETUNED_DISABLE_SELF_TEST=1 lets it run untested"
-    result = self_tests.known(variant, local) if local.gpu.name else None
+    result = self_tests.recorded(variant, local) if local.gpu.name else None
     if result is None:
         return "never run on this capability: tested before its first use, outside a graph capture"
     if result.right:
@@ -131,14 +131,14 @@ def may_run(bundle: BundleFile, index: int, kernel: LoadedKernel, local: LocalGp
     if settings().disable_self_test:
         return True
     if tested_on(bundle, index, variant, local) is None:
-        result = self_tests.known(variant, local)
+        result = self_tests.recorded(variant, local)
         if result is None:
             if capturing():
                 return None
             from .proof import self_test  # here, as most code was tested before it was shipped
 
             with lock("self-test"):
-                result = self_tests.known(variant, local)
+                result = self_tests.recorded(variant, local)
                 if result is None and not self_tests.is_wrong(variant, local):
                     result = self_test(bundle, kernel, local)
         if result is None or not result.right:

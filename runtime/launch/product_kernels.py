@@ -111,7 +111,7 @@ def product_kernel(call: Rows, y: torch.Tensor | None) -> ProductKernel | None:
 
 
 def may_clear(call: Rows, y: torch.Tensor) -> tuple[bool, bool]:
-    """Whether the GEMM itself clears rows of y that no index names: (one tile a program, warp-specialised) kernels."""
+    """True if the GEMM itself clears rows of y that no index names: (one tile a program, warp-specialised) kernels."""
     rows, M, (_E, N, K) = y.shape[0], call.M, call.sizes
     if not call.scatter or call.index_end(rows) != rows:
         return False, False

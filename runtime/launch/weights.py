@@ -154,8 +154,8 @@ def _fits(w: torch.Tensor, *, rows: bool, of_codes: bool) -> bool:
 def _are_scales(format: str, scale: torch.Tensor) -> bool:
     """True if row kernels have a rule for a format, and scales have the dtype that they write: of int4 bf16 alone."""
     of = PRECISIONS[format].w.scale
-    known = has_weight_kernels(DType(format))
-    return known and (of is None or of.name != "bf16" or scale.dtype is torch.bfloat16)
+    can_write = has_weight_kernels(DType(format))
+    return can_write and (of is None or of.name != "bf16" or scale.dtype is torch.bfloat16)
 
 
 def _addresses(of: Quantised) -> dict[str, int]:

@@ -699,7 +699,7 @@ class _NanError(Exception):
 
 
 def _is_any(flags: list[torch.Tensor]) -> bool:
-    """Whether any of some tensors on a device is not 0; this waits for it."""
+    """True if any of some tensors on a device is not 0; this waits for it."""
     return bool(flags) and bool(torch.cat([flag.flatten() for flag in flags]).any())
 
 

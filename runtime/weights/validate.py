@@ -64,7 +64,7 @@ def repeated(tensor: torch.Tensor) -> bool:
 
 
 def overlap(first: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors' memory, from the first element to the last, has bytes in common."""
+    """True if two tensors' memory, from the first element to the last, has bytes in common."""
     if first.device != other.device or first.is_meta or not first.numel() or not other.numel():
         return False
     begins = first.data_ptr(), other.data_ptr()

@@ -60,8 +60,8 @@ def options(compiled_dir: Path, small_space: Pool, tmp_path: Path) -> Callable[.
     """Options for a small build; keywords replace them."""
 
     def make(**changes: object) -> BuildOptions:
-        given = {"out": tmp_path / "out", "cache": CompileCache(compiled_dir), "space": small_space, **changes}
-        return BuildOptions(**given)  # type: ignore[arg-type]
+        options = {"out": tmp_path / "out", "cache": CompileCache(compiled_dir), "space": small_space, **changes}
+        return BuildOptions(**options)  # type: ignore[arg-type]
 
     return make
 

@@ -1,4 +1,4 @@
-"""What a producer says: the compiler's options, and what a bundle was held against."""
+"""The producer of a bundle: compiler options, and the bundles that it was compared with."""
 
 from __future__ import annotations
 

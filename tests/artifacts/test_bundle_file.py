@@ -52,22 +52,22 @@ def test_what_an_open_bundle_tells(path):
 
 
 def test_the_variants_of_a_kind():
-    """Those of a bundle by what they compute; of no other the record is read."""
+    """Variants are listed by what they compute; no record of another kind is read."""
     for bundle in (golden_bundles.small(), golden_bundles.medium()):
-        kinds = {(one.op, one.dtype, one.layout, one.fusion) for one in bundle.variants}
+        kinds = {(variant.op, variant.dtype, variant.layout, variant.fusion) for variant in bundle.variants}
         with open_bytes(codec.encode(bundle), "made") as file:
             for kind in kinds:
                 wanted = [
-                    (i, one)
-                    for i, one in enumerate(bundle.variants)
-                    if (one.op, one.dtype, one.layout, one.fusion) == kind
+                    (i, variant)
+                    for i, variant in enumerate(bundle.variants)
+                    if (variant.op, variant.dtype, variant.layout, variant.fusion) == kind
                 ]
                 assert list(file.of_kind(*kind)) == wanted
             assert file.of_kind(Op.DX, DType.MXFP8, Layout.KN, Fusion.SILU) == ()
 
 
 def test_a_file_that_others_may_write_once_its_place_was_checked(path, monkeypatch):
-    """What is opened is checked again, by its descriptor."""
+    """The opened file is checked again, by its descriptor."""
 
     def opened(name, *how, real=os.open, **more):
         if name == str(path):
@@ -198,15 +198,17 @@ def test_opened_for_later_it_tells_what_it_may_be_of_unread(tmp_path, path, key)
     (gpu, *_), (kernel, *_) = golden_bundles.medium().gpus, golden_bundles.medium().kernels
     right, wrong = [lambda file: file.may_have({kernel.name})], [lambda file: file.may_have({"another"})]
     if key == b"gpus":
-        right = [lambda file, one=one: file.may_be_of(one) for one in (gpu, gpu._replace(driver=gpu.driver + 10))]
+        right = [
+            lambda file, local=local: file.may_be_of(local) for local in (gpu, gpu._replace(driver=gpu.driver + 10))
+        ]
         wrong = [lambda file: file.may_be_of(gpu._replace(name="another"))]
     else:
         right.append(lambda file: file.may_have({"another", kernel.name}))
         wrong.append(lambda file: file.may_have(()))
     for later in (True, False):
         with calls_of(Index.__init__) as read, open_bundle(path, later=later) as file:
-            assert all(one(file) for one in right)
-            assert not any(one(file) for one in wrong)
+            assert all(check(file) for check in right)
+            assert not any(check(file) for check in wrong)
         assert bool(read) is not later
     at = MEDIUM.index(key)
     damaged = tmp_path / "damaged.msgpack"
@@ -219,9 +221,9 @@ def test_opened_for_later_it_tells_what_it_may_be_of_unread(tmp_path, path, key)
 
 
 def test_the_gpus_of_what_ships_are_within_what_is_glanced_at():
-    every = sorted((Path(bundle_file.__file__).parent / "bundles").glob("*.msgpack"))
-    assert len(every) == 11
-    for shipped in every:
+    paths = sorted((Path(bundle_file.__file__).parent / "bundles").glob("*.msgpack"))
+    assert len(paths) == 11
+    for shipped in paths:
         with open_bundle(shipped, later=True) as file:
             assert glance_at_gpus(file._begin) == file.gpus
             assert glance_at_kernels(file._begin) == {kernel.name for kernel in file.kernels}
@@ -465,7 +467,7 @@ def test_digest_stands_for_the_whole_content():
 
 
 def test_a_descriptor_closes_after_modules_have_lost_their_names(tmp_path):
-    """As the interpreter ends: nothing is said of an ignored exception, and the file is closed."""
+    """When the interpreter ends, no ignored exception is printed and the file is closed."""
     fd, module = os.open(tmp_path, os.O_RDONLY), copy_of(bundle_file)
     held = module._Descriptor(fd)
     module.os = module.contextlib = None
@@ -511,7 +513,7 @@ def test_bytes_made_here_that_can_not_be_read_back(monkeypatch):
 
 
 def test_a_file_that_comes_in_pieces(path, monkeypatch):
-    """As a network's file system may give it."""
+    """A network's file system may return a file in pieces."""
     for most in (1000, 60, 17):
         monkeypatch.setattr(os, "pread", lambda fd, size, at, most=most, real=os.pread: real(fd, min(size, most), at))
         with open_bundle(path) as file:
@@ -522,14 +524,14 @@ def test_a_file_that_comes_in_pieces(path, monkeypatch):
 
 def test_of_more_files_than_may_be_open_those_opened_first_rest(path):
     files = [open_bundle(path) for _ in range(MAX_OPEN_BUNDLES + 2)]  # all that were open before rest
-    assert [i for i, one in enumerate(files) if one._held is None] == [0, 1]
+    assert [i for i, file in enumerate(files) if file._held is None] == [0, 1]
     files[0].cubin(0)
-    assert [i for i, one in enumerate(files) if one._held is None] == [1, 2]
+    assert [i for i, file in enumerate(files) if file._held is None] == [1, 2]
     assert len(bundle_file._open) == MAX_OPEN_BUNDLES
     files[3].rest()
     files[3].cubin(0)  # the last one that was opened, by now
     files[1].cubin(0)
-    assert [i for i, one in enumerate(files) if one._held is None] == [2, 4]
+    assert [i for i, file in enumerate(files) if file._held is None] == [2, 4]
     del files[3:]
     gc.collect()
     assert open_bundle(path).cubin(1) == golden_bundles.medium().cubins[1]

@@ -78,7 +78,7 @@ def test_passes_over_rows_are_variants_that_no_choice_can_name():
     named = (row[0]._replace(variant=len(bundle.variants) - 1), *row[1:])
     with pytest.raises(BundleCorrupt, match=r"is for \['largest_weight', 'bf16', 'nk', 0\]"):
         codec.encode(bundle._replace(choices={**bundle.choices, problem: named}))
-    other = {one._replace(op=RowOp.COMBINE): row for one, row in bundle.choices.items()}
+    other = {problem._replace(op=RowOp.COMBINE): row for problem, row in bundle.choices.items()}
     with pytest.raises(BundleCorrupt, match=r"problem.op is 'combine', wanted one of forward, dX, dW"):
         codec.encode(bundle._replace(choices=other, models=()))
 
@@ -149,8 +149,8 @@ def of_gpus(*gpus: int | None) -> Bundle:
     small = golden_bundles.small()
     ((problem, (choice,)),) = small.choices.items()
     row = tuple(choice._replace(source=Source.MODELLED if gpu is None else Source.MEASURED, gpu=gpu) for gpu in gpus)
-    known = tuple(Gpu(f"GPU {i}", 132, 81559, 12080) for i in range(limits.MAX_GPUS))
-    return small._replace(gpus=known, choices={problem: row})
+    many_gpus = tuple(Gpu(f"GPU {i}", 132, 81559, 12080) for i in range(limits.MAX_GPUS))
+    return small._replace(gpus=many_gpus, choices={problem: row})
 
 
 # The numbers of each record: test_schema.py and test_index.py.
@@ -303,7 +303,7 @@ def test_round_trip_of_any_choices(listed, buckets, time_ns, gpus, seed):
         problem: tuple(
             Choice(1 << b, rng.randrange(2), Source.MODELLED if gpu is None else Source.MEASURED, time_ns, gpu=gpu)
             for b in sorted(buckets)
-            for gpu in sorted(gpus, key=lambda one: -1 if one is None else one)
+            for gpu in sorted(gpus, key=lambda index: -1 if index is None else index)
         )
         for problem in listed
     }

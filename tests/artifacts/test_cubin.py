@@ -1,4 +1,4 @@
-"""What a cubin says of itself, read from ELF files made here: whole, cut in the middle, and of other kinds."""
+"""Facts that a cubin holds, read from ELF files built here: whole, cut in the middle, and of other kinds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TWO = info("k", UNSIZED, parameter(1, 8, 4), THREADS_128, parameter(0, 0, 8))
 WHOLE = elf(REGISTERS_40, TWO)
 
 
-def told(
+def notes_of(
     data: bytes, entry: str = "k", sizes: tuple[int, ...] = (8, 4), threads: int = 128, registers: int = 40
 ) -> str:
     return str(fault(data, SM_90A, entry, sizes, threads, registers))
@@ -61,18 +61,18 @@ def with_flags(abi: int, flags: int) -> bytes:
 def test_what_a_file_says() -> None:
     assert read(WHOLE) == (90, True, "k", (8, 4), (128, 1, 1), 40)
     assert fault(WHOLE, SM_90A, "k", (8, 4), 128, 40) is None
-    assert told(WHOLE, "j") == "it has no kernel 'j', but 'k'"
-    assert told(WHOLE, sizes=(8,)) == "kernel 'k' takes 2 parameters, its record says 1"
-    assert told(WHOLE, sizes=(8, 8)) == "parameter 1 of kernel 'k' takes 4 bytes, its record says 8"
-    assert told(WHOLE, threads=64) == "kernel 'k' is compiled for (128, 1, 1) threads, its record says 64"
-    assert told(WHOLE, registers=41) == "kernel 'k' takes 40 registers a thread, its record says 41"
+    assert notes_of(WHOLE, "j") == "it has no kernel 'j', but 'k'"
+    assert notes_of(WHOLE, sizes=(8,)) == "kernel 'k' takes 2 parameters, its record says 1"
+    assert notes_of(WHOLE, sizes=(8, 8)) == "parameter 1 of kernel 'k' takes 4 bytes, its record says 8"
+    assert notes_of(WHOLE, threads=64) == "kernel 'k' is compiled for (128, 1, 1) threads, its record says 64"
+    assert notes_of(WHOLE, registers=41) == "kernel 'k' takes 40 registers a thread, its record says 41"
 
 
 def test_what_it_is_for() -> None:
     assert read(with_flags(7, 90))[:2] == (90, False)
     assert read(with_flags(8, 100 << 8 | 8))[:2] == (100, None)
-    assert told(with_flags(7, 90)) == "code for sm_90, the bundle says sm_90a"
-    assert told(with_flags(8, 100 << 8)) == "code for sm_100, the bundle says sm_90a"
+    assert notes_of(with_flags(7, 90)) == "code for sm_90, the bundle says sm_90a"
+    assert notes_of(with_flags(8, 100 << 8)) == "code for sm_100, the bundle says sm_90a"
     assert fault(with_flags(8, 90 << 8), SM_90A, "k", (8, 4), 128, 40) is None
     assert fault(WHOLE, Target(100, True), "k", (8, 4), 128, 40) == "code for sm_90a, the bundle says sm_100a"
 
@@ -101,12 +101,12 @@ def test_what_it_is_for() -> None:
 )
 def test_what_is_no_code_here(data: bytes, why: str) -> None:
     """Nothing that can't be read is taken to be right."""
-    assert why in told(data)
+    assert why in notes_of(data)
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
 def test_an_attribute_that_ends_beyond_its_section(cut: int) -> None:
-    assert "what it says of its kernel ends in the middle" in told(
+    assert "what it says of its kernel ends in the middle" in notes_of(
         elf(REGISTERS_40, info("k", parameter(0, 0, 8)[:-cut]))
     )
 
@@ -114,4 +114,4 @@ def test_an_attribute_that_ends_beyond_its_section(cut: int) -> None:
 @pytest.mark.parametrize("rows", [[(0, 0, 8), (1, 4, 4)], [(0, 0, 8), (2, 8, 4)], [(1, 0, 8)]])
 def test_parameters_that_lie_on_each_other_or_are_missing(rows: list[tuple[int, int, int]]) -> None:
     data = elf(REGISTERS_40, info("k", THREADS_128, *(parameter(*row) for row in rows)))
-    assert f"has no parameter {1 if len(rows) == 2 else 0} of its own, and {len(rows)} in all" in told(data)
+    assert f"has no parameter {1 if len(rows) == 2 else 0} of its own, and {len(rows)} in all" in notes_of(data)

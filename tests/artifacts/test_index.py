@@ -35,19 +35,19 @@ def test_a_glance_tells_every_target(target):
 @given(st.binary(max_size=300), st.integers(0, 1000))
 def test_a_glance_at_anything_is_gpus_or_nothing(tail, kept):
     begin = MEDIUM[PREAMBLE_BYTES : PREAMBLE_BYTES + kept] + tail
-    assert glance_at_gpus(begin) is None or all(isinstance(one, Gpu) for one in glance_at_gpus(begin))
+    assert glance_at_gpus(begin) is None or all(isinstance(gpu, Gpu) for gpu in glance_at_gpus(begin))
 
 
 def test_where_a_variant_was_tested():
-    """As the choices say it, whichever is asked first."""
+    """The choices say where a variant was tested, whichever is asked first."""
     bundle = golden_bundles.medium()
     measured = {
-        one: bundle.gpus[choice.gpu]
+        index: bundle.gpus[choice.gpu]
         for row in reversed(bundle.choices.values())
         for choice in reversed(row)
         if choice.gpu is not None
-        for one in (choice.runner_up, choice.variant)
-        if one is not None
+        for index in (choice.runner_up, choice.variant)
+        if index is not None
     }
     assert measured
     for order in (range(len(bundle.variants)), reversed(range(len(bundle.variants)))):
@@ -61,7 +61,7 @@ def test_where_a_variant_was_tested():
 def test_what_any_gpu_measured_was_tested_there():
     bundle = golden_bundles.gpus()
     row = next(iter(bundle.choices.values()))
-    assert [(one.bucket, one.gpu) for one in row] == [(1, None), (1, 0), (1, 1), (2, 0), (4, 1)]
+    assert [(choice.bucket, choice.gpu) for choice in row] == [(1, None), (1, 0), (1, 1), (2, 0), (4, 1)]
     named = {row[i].variant: row[i].measured_on(bundle.gpus) for i in (4, 3, 1)}
     for asked in (True, False):
         with open_bytes(codec.encode(bundle), "made") as file:
@@ -129,9 +129,9 @@ def test_all_models_together_have_so_many_problems(monkeypatch):
 
 def test_a_record_has_so_many_bytes():
     top, _ = craft.parts(MEDIUM)
-    for size, told in ((65535, "problem"), (65536, "problems has an item of 65536 bytes, the limit is 65535")):
+    for size, message in ((65535, "problem"), (65536, "problems has an item of 65536 bytes, the limit is 65535")):
         data = craft.changed(MEDIUM, problems={bytes(size): b"\x90", **top["problems"]})
-        with pytest.raises(BundleCorrupt, match=told) as caught:
+        with pytest.raises(BundleCorrupt, match=message) as caught:
             codec.decode(data, "made")
         assert ("the limit is" in str(caught.value)) is (size == 65536)
 
@@ -189,7 +189,7 @@ def test_the_problems_of_a_model():
 def test_the_models_of_a_product():
     """In whatever dtype, layout and top_k, each once, in their order; and they are read once, however often asked."""
     bundle = golden_bundles.medium()
-    problems = sorted(bundle.choices, key=lambda one: one.sort_key)
+    problems = sorted(bundle.choices, key=lambda problem: problem.sort_key)
     shares = [(0, 1, 2), (1, 0), (), (2, 2)]
     models = tuple(
         bundle.models[0]._replace(name=f"m/{i}", problems=tuple(problems[j] for j in share))
@@ -198,16 +198,17 @@ def test_the_models_of_a_product():
     file = open_bytes(codec.encode(bundle._replace(models=models)), "b")
     assert file.models() is file.models()
 
-    def product(one):
-        return one.op, one.fusion, one.E, one.N, one.K
+    def product(problem):
+        return problem.op, problem.fusion, problem.E, problem.N, problem.K
 
     asked = [*problems, problems[0]._replace(dtype=DType.FP16), problems[0]._replace(E=3)]
-    found = [file.models_of(one) for one in asked]
-    assert found == [
-        tuple(model for model in file.models() if product(one) in map(product, model.problems)) for one in asked
+    models_found = [file.models_of(problem) for problem in asked]
+    assert models_found == [
+        tuple(model for model in file.models() if product(asked_problem) in map(product, model.problems))
+        for asked_problem in asked
     ]
-    assert found[-2] == found[0] != ()
-    assert found[-1] == ()
+    assert models_found[-2] == models_found[0] != ()
+    assert models_found[-1] == ()
 
 
 def test_the_least_driver():
@@ -226,22 +227,24 @@ def test_the_models_take_what_their_length_does(chars):
         bundle.models[0]._replace(name="m" * min(limits.MAX_NAME_CHARS, left))
         for left in range(chars, 0, -limits.MAX_NAME_CHARS)
     )
-    models = tuple(one._replace(tp=i + 1) for i, one in enumerate(models))
+    models = tuple(model._replace(tp=i + 1) for i, model in enumerate(models))
     data = codec.encode(bundle._replace(models=models))
     assert open_bytes(data, "b").models() == models
 
 
 @pytest.mark.parametrize("value", [None, 5, "text", [b"\x90"], {b"a": b"b"}, True])
 def test_models_and_problems_are_what_they_are(value):
-    for part, told in (("models", "models is no bin"), ("problems", "problems is no map|problem 0")):
+    for part, message in (("models", "models is no bin"), ("problems", "problems is no map|problem 0")):
         for read in (lambda data: open_bytes(data, "b").problems(), lambda data: codec.decode(data, "b")):
-            with pytest.raises(BundleCorrupt, match=told):
+            with pytest.raises(BundleCorrupt, match=message):
                 read(craft.changed(MEDIUM, **{part: value}))
 
 
 def test_who_asked_for_choices_need_read_no_others_to_tell_where_they_were_tested():
     bundle = golden_bundles.medium()
-    pairs = [(problem, one) for problem, row in bundle.choices.items() for one in row if one.runner_up is not None]
+    pairs = [
+        (problem, choice) for problem, row in bundle.choices.items() for choice in row if choice.runner_up is not None
+    ]
     assert pairs
     for problem, choice in pairs:
         file = open_bytes(MEDIUM, "b")
@@ -258,8 +261,8 @@ def test_where_none_was_tested_each_row_is_read_once():
     with calls_of(format.read_measured) as read:
         for _ in range(2):
             assert file.tested_on(len(golden_bundles.medium().variants)) is None  # no choice names it
-            found = sorted(one.arguments["record"] for one in read)
-            assert found == sorted(craft.parts(MEDIUM)[0]["problems"].values())
+            records = sorted(entry.arguments["record"] for entry in read)
+            assert records == sorted(craft.parts(MEDIUM)[0]["problems"].values())
     assert open_bytes(craft.changed(MEDIUM, problems={}), "b").tested_on(0) is None
 
 
@@ -271,11 +274,11 @@ def test_steps_through_the_rows():
 
 
 def test_what_lengths_take():
-    """As msgpack writes them: headers of 2, 3 and 5 bytes for bins, of 1 and 3 for arrays and maps."""
+    """msgpack's headers have 2, 3 and 5 bytes for bins, 1 and 3 for arrays and maps."""
     for size in (0, 255, 256, 65535, 65536):
         assert format._bin_bytes(size) == len(msgpack.packb(bytes(size)))
     for count in (0, 15, 16, 65535):
         assert format._count_bytes(count) == len(msgpack.packb([1] * count)) - count - 1
     for sizes in ([], [0], [255], [256], [1, 255, 256, 65535]):
         records = [bytes(size) for size in sizes]
-        assert format._records(records, "it") == (records, sum(len(msgpack.packb(one)) for one in records))
+        assert format._records(records, "it") == (records, sum(len(msgpack.packb(record)) for record in records))

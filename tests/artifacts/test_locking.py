@@ -46,10 +46,10 @@ def test_lock_where_there_is_no_directory(tmp_path):
         assert held
     with lock("/proc/self/nothing", 0) as held:
         assert not held
-    told = (
+    message = (
         r"^can't lock '/proc/self/nothing/\.pretuned\.lock': No such file or directory\. The directory must be writable"
     )
-    with pytest.raises(HostError, match=told), lock("/proc/self/nothing", 0, required=True):
+    with pytest.raises(HostError, match=message), lock("/proc/self/nothing", 0, required=True):
         pass
 
 
@@ -91,7 +91,7 @@ def test_reading_follows_no_link_and_lets_go_after_an_error(tmp_path):
 def test_a_lock_that_can_not_be_let_go_names_its_file(tmp_path):
     path = tmp_path / ".pretuned.lock"
     held = take(path, 0)
-    (fd,) = (one for one in Path("/proc/self/fd").iterdir() if one.is_symlink() and one.readlink() == path)
+    (fd,) = (link for link in Path("/proc/self/fd").iterdir() if link.is_symlink() and link.readlink() == path)
     os.close(int(fd.name))
     with pytest.raises(HostError, match=rf"can't unlock '{path}': .*must have locks"):
         release(held, path)
@@ -99,7 +99,7 @@ def test_a_lock_that_can_not_be_let_go_names_its_file(tmp_path):
 
 @pytest.mark.parametrize("required", [False, True])
 def test_a_reader_goes_on_where_its_lock_can_not_be_let_go(tmp_path, monkeypatch, required):
-    """As on NFS whose lock server has gone: what was read is read; a writer says it."""
+    """On NFS whose lock server has gone a reader keeps what it read, and a writer reports an error."""
 
     real = fcntl.flock
 
@@ -211,7 +211,7 @@ def test_a_child_of_fork_that_lets_go_leaves_its_parent_the_lock(tmp_path):
 AS_USER = 34567
 NOTES = """
 import filelock, logging, os, sys  # filelock as root: the user may not be able to read root's Python
-from made import ON_A100, SPECS, variant
+from small_bundles import ON_A100, SPECS, variant
 from pretuned.aot.compile.cache import CompileCache, default_dir
 from pretuned.runtime import self_tests
 
@@ -231,9 +231,9 @@ def home(tmp_path):
     """A user's home, and what a process that is or is not root's says which keeps something there."""
     if os.geteuid():
         pytest.skip("needs root to be two users")
-    for one in (tmp_path, *tmp_path.parents):  # pytest's own are 0700
-        if one.stat().st_uid == 0 and not one.stat().st_mode & 0o001:
-            one.chmod(0o711)
+    for parent in (tmp_path, *tmp_path.parents):  # pytest's own are 0700
+        if parent.stat().st_uid == 0 and not parent.stat().st_mode & 0o001:
+            parent.chmod(0o711)
     home = tmp_path / "home"
     home.mkdir()
     os.chown(home, AS_USER, AS_USER)
@@ -251,7 +251,7 @@ def kept_by(user, home):
 
 @pytest.mark.slow
 def test_root_with_a_users_home_leaves_nothing_there(home):
-    """As ``sudo`` that keeps HOME: the user could not write there any more."""
+    """``sudo`` that keeps HOME must not create root's files there: the user could not write them any more."""
     trouble, (line,) = kept_by(0, home)
     assert list(home.iterdir()) == []
     assert line == (
@@ -267,11 +267,11 @@ def test_what_root_left_in_a_users_cache_is_reported_with_the_fix(what, home):
     broken, overlay = home / what, home / ".cache" / "pretuned"
     overlay.mkdir(parents=True)
     (overlay / ".pretuned.lock").touch()
-    for one in (overlay.parent, overlay, overlay / ".pretuned.lock"):
-        if not one.is_relative_to(broken):
-            os.chown(one, AS_USER, AS_USER)
+    for path in (overlay.parent, overlay, overlay / ".pretuned.lock"):
+        if not path.is_relative_to(broken):
+            os.chown(path, AS_USER, AS_USER)
     _, lines = kept_by(AS_USER, home)
-    (line,) = (one for one in lines if "belongs to root" in one)
+    (line,) = (line for line in lines if "belongs to root" in line)
     fix = line.partition(" Run: sudo ")[2]
     assert fix == f"chown -R {AS_USER} {broken}"
     assert not list(overlay.glob("*.results"))

@@ -1,4 +1,4 @@
-"""What a name may be."""
+"""Rules for names."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ import hashlib
 import lzma
 from pathlib import Path
 
-import made
 import pytest
+import small_bundles
 
 from pretuned.artifacts import packed
 from pretuned.artifacts.bundle_file import members, open_bundle
@@ -23,7 +23,7 @@ SMS = (80, 86, 89)
 
 
 def of(sm: int) -> bytes:
-    return encode(made.bundle({made.PROBLEM: [made.modelled(64, 0)]}, sm=sm))
+    return encode(small_bundles.bundle({small_bundles.PROBLEM: [small_bundles.modelled(64, 0)]}, sm=sm))
 
 
 def whole(data: bytes, sm: int | None = None) -> bytes:
@@ -32,7 +32,7 @@ def whole(data: bytes, sm: int | None = None) -> bytes:
 
 @pytest.fixture
 def data() -> bytes:
-    return encode(made.bundle({made.PROBLEM: [made.modelled(64, 0)]}))
+    return encode(small_bundles.bundle({small_bundles.PROBLEM: [small_bundles.modelled(64, 0)]}))
 
 
 def test_a_packed_bundle_is_the_bundle(tmp_path: Path, data: bytes) -> None:
@@ -135,18 +135,18 @@ def test_a_file_of_one_may_be_named_with_its_capability(tmp_path: Path) -> None:
 
 
 def test_damage_among_several_is_refused() -> None:
-    one, two, three = map(of, SMS)
+    first, two, three = map(of, SMS)
     too_new = two[:11] + (7).to_bytes(4, "big") + two[15:]
     longer = two[:16] + (len(two) + 1).to_bytes(8, "big") + two[24:]
     refused = {
-        "two of its bundles are for sm_80": lzma.compress(one + one),
-        f"more than the {len(one)} bytes that its header says": lzma.compress(one + b"\0" + two),
-        f"more than the {len(two)} bytes that its header says": lzma.compress(one + two + b"more"),
-        f"file is {len(two)} bytes, header says {len(two) + 1}": lzma.compress(one + longer),
-        "the preamble alone says 63": lzma.compress(one + two[:20]),
-        "file is 100 bytes, header says": lzma.compress(one + two[:100]),
-        "it is cut off, or something follows it": packed.pack(one, two) + b"\0\0\0\0more",
-        "it is cut off": packed.pack(one, two)[:-20],
+        "two of its bundles are for sm_80": lzma.compress(first + first),
+        f"more than the {len(first)} bytes that its header says": lzma.compress(first + b"\0" + two),
+        f"more than the {len(two)} bytes that its header says": lzma.compress(first + two + b"more"),
+        f"file is {len(two)} bytes, header says {len(two) + 1}": lzma.compress(first + longer),
+        "the preamble alone says 63": lzma.compress(first + two[:20]),
+        "file is 100 bytes, header says": lzma.compress(first + two[:100]),
+        "it is cut off, or something follows it": packed.pack(first, two) + b"\0\0\0\0more",
+        "it is cut off": packed.pack(first, two)[:-20],
     }
     for message, data in refused.items():
         with pytest.raises(BundleCorrupt, match=message):
@@ -156,36 +156,36 @@ def test_damage_among_several_is_refused() -> None:
         with pytest.raises((BundleCorrupt, BundleUnreadable)):
             whole(data)
     with pytest.raises(BundleTooNew, match="format 7"):
-        whole(lzma.compress(one + too_new + three), 89)
+        whole(lzma.compress(first + too_new + three), 89)
 
 
 def test_a_byte_that_changes_in_the_wanted_one_is_found(tmp_path: Path) -> None:
-    one, two, three = map(of, SMS)
+    first, two, three = map(of, SMS)
     path = tmp_path / "all.msgpack.xz"
     for at in range(63, len(two), max(1, len(two) // 40)):
-        path.write_bytes(lzma.compress(one + two[:at] + bytes([two[at] ^ 1]) + two[at + 1 :] + three, preset=0))
+        path.write_bytes(lzma.compress(first + two[:at] + bytes([two[at] ^ 1]) + two[at + 1 :] + three, preset=0))
         with pytest.raises((BundleCorrupt, TargetMismatch)):
             open_bundle(f"{path}#sm86").load()
 
 
 def test_what_comes_after_the_wanted_one_is_not_unpacked(tmp_path: Path) -> None:
-    one, two, three = map(of, SMS)
+    first, two, three = map(of, SMS)
     changed = three[:-1] + bytes([three[-1] ^ 1])
-    data = lzma.compress(one + two + changed)
-    assert whole(data, 80) == one
+    data = lzma.compress(first + two + changed)
+    assert whole(data, 80) == first
     assert whole(data, 86) == two
     assert packed.capabilities(data, "it") == SMS  # aot verify then opens each
 
 
 def test_several_take_no_more_than_the_limit_of_one() -> None:
     """By the size that the second says of itself."""
-    one, index = of(80), of(86)[PREAMBLE_BYTES:]
-    for total, told in (
+    bundle, index = of(80), of(86)[PREAMBLE_BYTES:]
+    for total, message in (
         (MAX_FILE_BYTES, "^(?!.*limit)"),  # it ends too early
         (MAX_FILE_BYTES + 1, f"its bundles are {MAX_FILE_BYTES + 1} bytes or more together, the limit is"),
     ):
-        data = lzma.compress(one + pack_preamble(total - len(one), index) + index)
-        with pytest.raises(BundleCorrupt, match=told):
+        data = lzma.compress(bundle + pack_preamble(total - len(bundle), index) + index)
+        with pytest.raises(BundleCorrupt, match=message):
             whole(data, 86)
 
 

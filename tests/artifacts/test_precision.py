@@ -11,7 +11,7 @@ from pretuned.artifacts.records import PLAIN_DTYPES, PRECISIONS, DType, Elements
 
 
 def test_every_plain_dtype_has_a_row_that_says_the_same() -> None:
-    assert {one.value for one in PLAIN_DTYPES} == {"bf16", "fp16", "fp32", "tf32"}
+    assert {dtype.value for dtype in PLAIN_DTYPES} == {"bf16", "fp16", "fp32", "tf32"}
     for dtype in PLAIN_DTYPES:
         row = PRECISIONS[dtype.value]
         assert dtype.precision is row
@@ -35,9 +35,9 @@ def test_of_a_quantised_dtype_x_and_y_are_bf16() -> None:
 
 
 def test_the_dtypes_that_the_kernels_have_for_a_format() -> None:
-    found = {name: [one.value for one in dtypes_of(name)] for name in PRECISIONS}
-    assert all(found.values())
-    others = {name: some for name, some in found.items() if some != [name]}
+    dtypes = {name: [dtype.value for dtype in dtypes_of(name)] for name in PRECISIONS}
+    assert all(dtypes.values())
+    others = {name: some for name, some in dtypes.items() if some != [name]}
     assert others == {name: [name, f"{name}_a16"] for name in ("fp8_block", "fp8_channel")}
     assert dtypes_of("nf4") == ()
 

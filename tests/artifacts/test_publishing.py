@@ -156,21 +156,21 @@ def test_a_folder_is_made_with_those_above_it(tmp_path):
 
 
 def test_the_file_is_on_the_disk_before_its_name_and_its_name_before_publish_returns(tmp_path, monkeypatch):
-    told: list[str] = []
+    messages: list[str] = []
 
     def fsync(fd: int, real=os.fsync) -> None:
-        told.append("folder" if Path(f"/proc/self/fd/{fd}").is_dir() else "file")
+        messages.append("folder" if Path(f"/proc/self/fd/{fd}").is_dir() else "file")
         real(fd)
 
-    def rename(one: Path, other: Path, real=os.rename) -> None:
-        told.append("rename")
-        real(one, other)
+    def rename(source: Path, other: Path, real=os.rename) -> None:
+        messages.append("rename")
+        real(source, other)
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
     publish(tmp_path / "b", b"one")
     publish(tmp_path / "b", b"one")
-    assert told == ["file", "rename", "folder", "folder"]
+    assert messages == ["file", "rename", "folder", "folder"]
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])

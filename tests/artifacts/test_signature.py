@@ -115,13 +115,13 @@ def test_the_keys_of_a_directory(tmp_path: Path) -> None:
     folder = signing.keys(tmp_path / "keys", signing.PRIVATE, signing.STRANGER)
     (folder / "README").write_text("which key is whose")
     (folder / ".hidden.pem").write_text("an editor's")
-    found = read_keys(str(folder), "TEST")
-    assert [one.name for one in found.keys] == ["0.pem", "1.pem"]
-    assert found.faults == ()
+    keys = read_keys(str(folder), "TEST")
+    assert [key.name for key in keys.keys] == ["0.pem", "1.pem"]
+    assert keys.faults == ()
     (folder / "1.pem").write_text("nothing")
-    found = read_keys(str(folder), "TEST")
-    assert [one.name for one in found.keys] == ["0.pem"]
-    assert "1.pem" in found.faults[0]
+    keys = read_keys(str(folder), "TEST")
+    assert [key.name for key in keys.keys] == ["0.pem"]
+    assert "1.pem" in keys.faults[0]
 
 
 @pytest.mark.parametrize(
@@ -136,11 +136,11 @@ def test_the_keys_of_a_directory(tmp_path: Path) -> None:
 def test_a_directory_without_keys(name: str, fault: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    found = read_keys(str(tmp_path / name), "TEST")
-    assert found.keys == ()
-    assert fault in found.faults[0]
+    keys = read_keys(str(tmp_path / name), "TEST")
+    assert keys.keys == ()
+    assert fault in keys.faults[0]
     with pytest.raises(BundleUntrusted, match="TEST wants it signed, and has no key to check with: "):
-        check(str(GOLDEN), bytes(32), found)
+        check(str(GOLDEN), bytes(32), keys)
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_without_cryptography_every_bundle_is_refused(bundle: Path, monkeypatch:
     signing.sign(bundle)
     digest = bundle.read_bytes()[31:63]
     assert check(str(bundle), digest, TRUSTED).name == "mine.pem"
-    for name in [one for one in sys.modules if one.split(".")[0] == "cryptography"]:
+    for name in [module for module in sys.modules if module.split(".")[0] == "cryptography"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(BundleUntrusted, match=r'TEST wants it signed, and the package cryptography.*pretuned\[keys\]"'):
@@ -236,16 +236,16 @@ def test_the_most_keys_and_the_most_bytes_of_one(tmp_path: Path) -> None:
     """The first ones by name are read, and that there are more is said."""
     for i in range(MAX_KEYS):
         (tmp_path / f"{i:03d}.pem").write_bytes(signing.public_pem())
-    found = read_keys(str(tmp_path), "it")
-    assert (len(found.keys), found.keys[-1].name, found.faults) == (MAX_KEYS, f"{MAX_KEYS - 1:03d}.pem", ())
+    keys = read_keys(str(tmp_path), "it")
+    assert (len(keys.keys), keys.keys[-1].name, keys.faults) == (MAX_KEYS, f"{MAX_KEYS - 1:03d}.pem", ())
     (tmp_path / f"{MAX_KEYS}.pem").write_bytes(signing.public_pem())
-    found = read_keys(str(tmp_path), "it")
-    assert (len(found.keys), found.keys[-1].name) == (MAX_KEYS, f"{MAX_KEYS - 1:03d}.pem")
-    assert found.faults == (f"'{tmp_path}' holds {MAX_KEYS + 1} keys: the first {MAX_KEYS} by name are read",)
-    one = tmp_path / "padded.pub"
+    keys = read_keys(str(tmp_path), "it")
+    assert (len(keys.keys), keys.keys[-1].name) == (MAX_KEYS, f"{MAX_KEYS - 1:03d}.pem")
+    assert keys.faults == (f"'{tmp_path}' holds {MAX_KEYS + 1} keys: the first {MAX_KEYS} by name are read",)
+    path = tmp_path / "padded.pub"
     text = signing.public_pem()
-    one.write_bytes(text + b"\n" * (8192 - len(text)))
-    assert read_key(str(one)).public == PUBLIC
-    one.write_bytes(text + b"\n" * (8193 - len(text)))
+    path.write_bytes(text + b"\n" * (8192 - len(text)))
+    assert read_key(str(path)).public == PUBLIC
+    path.write_bytes(text + b"\n" * (8193 - len(text)))
     with pytest.raises(InputError, match="it holds no public Ed25519 key"):
-        read_key(str(one))
+        read_key(str(path))

@@ -143,15 +143,15 @@ def test_this_python_has_the_digests_of_the_zoo() -> None:
 def python(version: str) -> str:
     """A Python of this version; the test is skipped where there is none."""
     by_pyenv = sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python"))
-    for one in (shutil.which(f"python{version}"), *map(str, by_pyenv)):
-        if one and run(one, "import sys; print('%d.%d' % sys.version_info[:2])", check=False).strip() == version:
-            return one
+    for python in (shutil.which(f"python{version}"), *map(str, by_pyenv)):
+        if python and run(python, "import sys; print('%d.%d' % sys.version_info[:2])", check=False).strip() == version:
+            return python
     pytest.skip(f"no Python {version} here")
 
 
-def run(python: str, *code: str, check: bool = True, given: str = "") -> str:
+def run(python: str, *code: str, check: bool = True, stdin: str = "") -> str:
     command = [python, "-S", "-c", *code]
-    return subprocess.run(command, input=given, capture_output=True, text=True, check=check, encoding="utf-8").stdout
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=check, encoding="utf-8").stdout
 
 
 @pytest.mark.parametrize("version", PYTHONS)
@@ -161,9 +161,9 @@ def test_each_python_has_the_digests_of_the_zoo(version: str) -> None:
         "import json, runpy, sys; digest = runpy.run_path(sys.argv[1])['syntax_sha256']; "
         "print(json.dumps([digest(one).hex() for one in json.load(sys.stdin)]))"
     )
-    given = json.dumps([text for _, text in ZOO.values()])
-    found = json.loads(run(python(version), program, str(syntax.__file__), given=given))
-    assert found == [syntax_sha256(text).hex() for _, text in ZOO.values()]
+    stdin = json.dumps([text for _, text in ZOO.values()])
+    results = json.loads(run(python(version), program, str(syntax.__file__), stdin=stdin))
+    assert results == [syntax_sha256(text).hex() for _, text in ZOO.values()]
 
 
 @pytest.mark.parametrize("version", PYTHONS)
@@ -173,8 +173,8 @@ def test_each_python_has_the_digests_of_the_kernels(version: str) -> None:
         "import runpy, sys; sys.path.insert(0, sys.argv[1]); sys.dont_write_bytecode = True; "
         "runpy.run_module('pretuned.aot.compile.revisions', run_name='__main__')"
     )
-    found = run(python(version), program, str(ROOT / "src"))
-    assert found.splitlines() == [f"{name} {entry.sha256}" for name, entry in ENTRIES.items()]
+    output = run(python(version), program, str(ROOT / "src"))
+    assert output.splitlines() == [f"{name} {entry.sha256}" for name, entry in ENTRIES.items()]
 
 
 def test_a_function_is_its_arguments_and_statements() -> None:

@@ -1,4 +1,4 @@
-"""Who can write the installed package, POSIX ACLs, and the ids of nobody. (Places: tests/attacks/test_places.py.)"""
+"""Users that can write the package, POSIX ACLs, and the ids of nobody. (Places: tests/attacks/test_places.py.)"""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def has_acl(
     """Have the kernel say that these can write a file, by its ACL (acl(5))."""
     entries = [(1, 6, UNMAPPED), *((2, 6, who) for who in users), (4, 6 if own_group else 4, UNMAPPED)]
     entries += [*((8, 6, who) for who in groups), (16, 6, UNMAPPED), (32, 4, UNMAPPED)]
-    value = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *one) for one in entries)
+    value = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
 
     def getxattr(file: int | str, name: str, real: Callable[[int | str, str], bytes] = os.getxattr) -> bytes:
         return value if file == str(path) and name == "system.posix_acl_access" else real(file, name)
@@ -140,13 +140,13 @@ def test_a_device_a_fifo_and_a_socket_are_no_files_whoever_can_write_them(tmp_pa
     (tmp_path / "device").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "fifo").chmod(0o666)
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(str(tmp_path / "socket"))
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
     for name, real in (("device", "/dev/zero"), ("fifo", f"{tmp_path}/fifo"), ("socket", f"{tmp_path}/socket")):
         mode = f"{os.lstat(real).st_mode:o}"
-        with pytest.raises(BundleUnreadable) as told:
+        with pytest.raises(BundleUnreadable) as error:
             trust.resolve(f"{tmp_path}/{name}", what)
-        assert str(told.value) == f"{what} '{tmp_path}/{name}': {real!r} is no regular file (mode {mode})"
+        assert str(error.value) == f"{what} '{tmp_path}/{name}': {real!r} is no regular file (mode {mode})"
 
 
 def test_what_is_opened_is_no_device_either() -> None:
@@ -160,7 +160,7 @@ def test_what_is_opened_is_no_device_either() -> None:
 
 
 def test_the_most_links(tmp_path: Path) -> None:
-    """As many as Linux follows, each once."""
+    """Links are followed as often as Linux does, each once."""
     (tmp_path / "0").touch()
     for i in range(1, MAX_LINKS + 2):
         (tmp_path / str(i)).symlink_to(str(i - 1))
@@ -207,7 +207,7 @@ def test_the_command_takes_from_the_group_what_it_has(tmp_path: Path, mode: int,
 
 
 @pytest.mark.parametrize(
-    ("users", "groups", "told"),
+    ("users", "groups", "message"),
     [
         ((UNMAPPED,), (), "its ACL lets a user write it who is unknown here. Move the bundle, or run: setfacl -b"),
         ((), (UNMAPPED,), "its ACL lets a group write it who is unknown here. Move the bundle, or run: setfacl -b"),
@@ -216,13 +216,13 @@ def test_the_command_takes_from_the_group_what_it_has(tmp_path: Path, mode: int,
     ],
 )
 def test_whom_an_acl_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: tuple[int, ...], groups: tuple[int, ...], told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: tuple[int, ...], groups: tuple[int, ...], message: str
 ) -> None:
     path = tmp_path / "b"
     path.touch()
     path.chmod(0o664)
     has_acl(monkeypatch, path, users=users, groups=groups)
-    with pytest.raises(BundleUntrusted, match=told):
+    with pytest.raises(BundleUntrusted, match=message):
         trust.check(str(path), os.lstat(path), "b")
 
 
@@ -302,7 +302,7 @@ def test_who_may_write(tmp_path):
 
 
 def test_the_files_own_group_may_write(tmp_path):
-    """As the mode alone can't say it, whose group bits are then the mask."""
+    """The mode alone can't say it: with an ACL its group bits are the mask."""
     path = tmp_path / "file"
     path.touch()
     none = 2**32 - 1

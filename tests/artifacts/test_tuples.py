@@ -63,19 +63,19 @@ def test_it_is_what_typing_makes() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda one: type(one)(),
-        lambda one: type(one)(1, 2, 3, 4),
-        lambda one: type(one)(1, d=4),
-        lambda one: one._replace(d=4),
-        lambda one: type(one)._make([1, 2, 3, 4]),
-        lambda one: setattr(one, "a", 5),
-        lambda one: one.d,
+        lambda record: type(record)(),
+        lambda record: type(record)(1, 2, 3, 4),
+        lambda record: type(record)(1, d=4),
+        lambda record: record._replace(d=4),
+        lambda record: type(record)._make([1, 2, 3, 4]),
+        lambda record: setattr(record, "a", 5),
+        lambda record: record.d,
     ],
 )
 def test_what_is_wrong_is_refused(wrong: Any) -> None:
-    for one in (Ours(1), Typings(1)):
+    for record in (Ours(1), Typings(1)):
         with pytest.raises((TypeError, ValueError, AttributeError)):
-            wrong(one)
+            wrong(record)
 
 
 def test_a_class_of_it_can_be_one_of_another() -> None:

@@ -18,17 +18,17 @@ SMALL = codec.encode(golden_bundles.small())
 
 
 def preamble(at: int = 0, form: str = "", *values: int) -> bytes:
-    """That of a golden bundle, with these values packed in at a place."""
+    """Return a golden bundle's preamble with these values packed in at a place."""
     head = bytearray(SMALL[:PREAMBLE_BYTES])
     struct.pack_into(f">{form}", head, at, *values)
     return bytes(head)
 
 
 def test_a_preamble() -> None:
-    found = read_preamble(preamble(), len(SMALL), "b")
-    assert (found.file_bytes, found.index_bytes) == (len(SMALL), len(SMALL) - 16 - 5 - PREAMBLE_BYTES)
-    assert found.cubins_at == len(SMALL) - 16
-    assert found.digest == SMALL[31:63]
+    parsed = read_preamble(preamble(), len(SMALL), "b")
+    assert (parsed.file_bytes, parsed.index_bytes) == (len(SMALL), len(SMALL) - 16 - 5 - PREAMBLE_BYTES)
+    assert parsed.cubins_at == len(SMALL) - 16
+    assert parsed.digest == SMALL[31:63]
     assert read_preamble(preamble(16, "Q", MAX_FILE_BYTES), MAX_FILE_BYTES, "b").file_bytes == MAX_FILE_BYTES
     most = preamble(16, "QBI", MAX_INDEX_BYTES + 68, 0xCE, MAX_INDEX_BYTES)
     assert read_preamble(most, MAX_INDEX_BYTES + 68, "b").index_bytes == MAX_INDEX_BYTES

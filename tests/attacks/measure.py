@@ -37,7 +37,7 @@ def glance(path: Path) -> None:
 
 
 def resident_mib(peak: bool) -> float:
-    """What the process holds in memory now, or the most it held since the peak was reset."""
+    """Return the MiB of memory that the process uses now, or the peak since it was reset."""
     key = "VmHWM:" if peak else "VmRSS:"
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 1024

@@ -33,9 +33,9 @@ def pressed(path: Path, *parts: bytes, mib: int = MANY, of: bytes = b"\0") -> Pa
     A MiB is compressed once, and stands in the file so many times: a chunk of LZMA2 that begins with a new state and
     names the byte before it alone means the same wherever it stands.
     """
-    given = b"".join(parts)
-    first = [given[i : i + 65536] for i in range(0, len(given), 65536)]
-    stored = [bytes([2 if i else 1]) + (len(one) - 1).to_bytes(2, "big") + one for i, one in enumerate(first)]
+    text = b"".join(parts)
+    first = [text[i : i + 65536] for i in range(0, len(text), 65536)]
+    stored = [bytes([2 if i else 1]) + (len(part) - 1).to_bytes(2, "big") + part for i, part in enumerate(first)]
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 1}]
     chunk = lzma.compress(of * (1 << 20), lzma.FORMAT_RAW, filters=filters)[:-1]  # less the end's mark
     assert chunk[0] & 0xE0 == 0xE0  # new dictionary, properties and state; then only the latter two
@@ -46,15 +46,15 @@ def pressed(path: Path, *parts: bytes, mib: int = MANY, of: bytes = b"\0") -> Pa
         return data + zlib.crc32(data).to_bytes(4, "little")
 
     def number(value: int) -> bytes:
-        found = []
+        results = []
         while value >= 0x80:
-            found.append(value & 0x7F | 0x80)
+            results.append(value & 0x7F | 0x80)
             value >>= 7
-        return bytes([*found, value])
+        return bytes([*results, value])
 
     flags = b"\0\0"  # without a check
     block = checked(b"\x02\0\x21\x01\x10" + bytes(3))  # LZMA2, of a dictionary of 1 MiB
-    index = b"\0" + number(1) + number(len(block) + len(body)) + number(len(given) + (mib << 20))
+    index = b"\0" + number(1) + number(len(block) + len(body)) + number(len(text) + (mib << 20))
     index = checked(index + bytes(-len(index) % 4))
     foot = (len(index) // 4 - 1).to_bytes(4, "little") + flags
     path.write_bytes(
@@ -220,13 +220,15 @@ def test_a_package_with_entry_points_without_end(
         lines = "".join(f"{name}{i:05d} = no_{name}_{i}\n" for i in range(count))
         (tmp_path / f"{name}-1.0.dist-info" / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\n{lines}")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    found = [one.name for one in _entry_points()]
-    assert [name for name in found if name.startswith("good")] == ["good00000", "good00001", "good00002"]
-    assert len(found) == 67
-    told = sorted(record.getMessage() for record in caplog.records)
-    assert len(told) == 2
-    assert f"{tmp_path}/evil-1.0.dist-info has 30000 entry points pretuned.bundles: the first 64 are asked" in told[0]
-    assert "huge-1.0.dist-info can't be read: entry_points.txt is" in told[1]
+    names = [point.name for point in _entry_points()]
+    assert [name for name in names if name.startswith("good")] == ["good00000", "good00001", "good00002"]
+    assert len(names) == 67
+    messages = sorted(record.getMessage() for record in caplog.records)
+    assert len(messages) == 2
+    assert (
+        f"{tmp_path}/evil-1.0.dist-info has 30000 entry points pretuned.bundles: the first 64 are asked" in messages[0]
+    )
+    assert "huge-1.0.dist-info can't be read: entry_points.txt is" in messages[1]
 
 
 LONG_NAMES = """

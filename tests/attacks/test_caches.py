@@ -1,4 +1,4 @@
-"""What the user's own caches hold, damaged or made by hand under right digests: it is made anew, nothing else."""
+"""The user's own caches, damaged or forged under right digests: they are built again, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -178,17 +178,17 @@ def test_an_output_that_is_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, 
 
 def test_an_overlay_whose_numbers_have_run_out_is_begun_anew() -> None:
     bundle = golden_bundles.medium(seed=0)
-    used = tuple(one._replace(name=f"on-demand/99999999 {one.name.replace('/', ' ')}") for one in bundle.models)
+    used = tuple(model._replace(name=f"on-demand/99999999 {model.name.replace('/', ' ')}") for model in bundle.models)
     notes: list[str] = []
     joined = tuner.joined(bundle, bundle._replace(models=used), notes.append)
     codec.encode(joined)
-    assert all(one.name.startswith("on-demand/00000001 ") for one in joined.models)
+    assert all(model.name.startswith("on-demand/00000001 ") for model in joined.models)
     assert "99999999" in notes[0]
 
 
 def test_the_longest_name_of_a_model_still_fits_an_overlay() -> None:
     bundle = golden_bundles.medium(seed=0)
-    tuned = bundle._replace(models=tuple(one._replace(name="m" * 200) for one in bundle.models[:1]))
+    tuned = bundle._replace(models=tuple(model._replace(name="m" * 200) for model in bundle.models[:1]))
     codec.encode(tuned)
     codec.encode(tuner.joined(tuned, None))
 

@@ -22,7 +22,7 @@ DOWN = {f"{LAYER}.down_proj": torch.zeros(2, 128, 128).to(FP8), f"{LAYER}.down_p
 def compressed(*targets: Any) -> dict[str, Any]:
     """Of a group for each list of targets; the last one's weights are known."""
     weights = {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": [128, 128]}
-    groups = {f"group_{i}": {"targets": one, "weights": weights} for i, one in enumerate(targets)}
+    groups = {f"group_{i}": {"targets": target, "weights": weights} for i, target in enumerate(targets)}
     return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
 
 
@@ -38,8 +38,8 @@ def refused(tensors: Any, config: Any, part: str | None = "down") -> str:
 
 @pytest.mark.parametrize("pattern", ["re:(.|.)*!", "re:" + ".*" * 30 + "!"])
 def test_a_regular_expression_that_never_ends(pattern: str) -> None:
-    told = refused(DOWN, compressed([pattern], ["re:.*experts.*"]))
-    assert f"quantization_config: {json.dumps(pattern)[:60]} is no regular expression that pretuned matches" in told
+    message = refused(DOWN, compressed([pattern], ["re:.*experts.*"]))
+    assert f"quantization_config: {json.dumps(pattern)[:60]} is no regular expression that pretuned matches" in message
 
 
 def test_a_regular_expression_is_none() -> None:
@@ -91,16 +91,16 @@ WHOLE: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
 
 
 def named(tensors: dict[str, torch.Tensor], expert: int | None = None, projection: str = "down_proj") -> dict[str, Any]:
-    """As a checkpoint names them; of one expert where it is told."""
+    """Return tensors under a checkpoint's names, of one expert if ``expert`` is set."""
     at = f"{LAYER}." + ("" if expert is None else f"{expert}.") + f"{projection}."
     return {
-        f"{at}{suffix}": one if expert is None or suffix == "weight_shape" else one[expert]
-        for suffix, one in tensors.items()
+        f"{at}{suffix}": tensor if expert is None or suffix == "weight_shape" else tensor[expert]
+        for suffix, tensor in tensors.items()
     }
 
 
 def hostile(like: torch.Tensor) -> list[Any]:
-    """What may stand in place of a tensor."""
+    """Return objects that an attacker may put in place of a tensor."""
     dtypes = (torch.bool, torch.complex64, torch.float64, torch.int64, torch.int32, torch.uint8, torch.float8_e5m2)
     plain = torch.zeros(like.shape)
     return [
@@ -117,7 +117,7 @@ def hostile(like: torch.Tensor) -> list[Any]:
         torch.empty((2, 1 << 31, 1 << 20), dtype=like.dtype, device="meta"),
         plain.to_sparse(),
         torch.zeros(4, 4).to_sparse_csr(),
-        *(plain.to(one) for one in dtypes),
+        *(plain.to(dtype) for dtype in dtypes),
         like.new_zeros((1,)).expand(like.shape),
         like.mT if like.dim() > 1 else like,
         like[None],
@@ -136,19 +136,19 @@ def hostile(like: torch.Tensor) -> list[Any]:
 
 
 def attempt(tensors: Any, config: Any, part: Any = "down") -> bool:
-    """Whether they are read; else the error is ours, and short."""
+    """Return True if the tensors are read; else assert that the error is pretuned's, and short."""
     try:
-        found = ExpertWeights.from_tensors(tensors, config, part)
+        weights = ExpertWeights.from_tensors(tensors, config, part)
     except InputError as error:
-        told = str(error)
+        message = str(error)
     else:
-        E, N, K = found.shape
+        E, N, K = weights.shape
         assert min(E, N, K) >= 1
-        if found.device.type == "cpu":
-            found.dequantize()
+        if weights.device.type == "cpu":
+            weights.dequantize()
         return True
-    assert len(told) < 2000
-    assert told.isprintable()
+    assert len(message) < 2000
+    assert message.isprintable()
     return False
 
 
@@ -157,12 +157,12 @@ def attempt(tensors: Any, config: Any, part: Any = "down") -> bool:
 def test_tensors_that_are_none(packing: str) -> None:
     tensors, config = WHOLE[packing]
     both = named(tensors, 0) | named(tensors, 1)
-    for given in (named(tensors), both):
-        assert attempt(given, config) or (given is both and packing == "gpt-oss")  # its experts are stacked
-        for name, one in given.items():
-            attempt({key: value for key, value in given.items() if key != name}, config)
-            for other in hostile(one if one.dim() else one[None]):
-                attempt({**given, name: other}, config)
+    for checkpoint in (named(tensors), both):
+        assert attempt(checkpoint, config) or (checkpoint is both and packing == "gpt-oss")  # its experts are stacked
+        for name, tensor in checkpoint.items():
+            attempt({key: value for key, value in checkpoint.items() if key != name}, config)
+            for other in hostile(tensor if tensor.dim() else tensor[None]):
+                attempt({**checkpoint, name: other}, config)
     for name in tensors:  # up beside another gate
         for other in hostile(tensors[name][0] if tensors[name].dim() > 1 else tensors[name]):
             gate, up = named(tensors, 0, "gate_proj"), named(tensors, 0, "up_proj")
@@ -185,9 +185,9 @@ DTYPES = (
     torch.complex64,
 )
 MORE_DTYPES = [
-    one
+    dtype
     for name in ("float8_e8m0fnu", "float4_e2m1fn_x2", "uint16", "uint32", "uint64", "float8_e4m3fnuz")
-    if (one := getattr(torch, name, None)) is not None
+    if (dtype := getattr(torch, name, None)) is not None
 ]
 INT4_GROUP = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": False}
 ZERO_POINTS = {**packed_int4(), "config_groups": {"g": {"targets": ["Linear"], "weights": INT4_GROUP}}}
@@ -208,7 +208,7 @@ def matrix(packing: str, N: int, K: int, g: int) -> dict[str, tuple[torch.dtype,
     """The tensors of a matrix [N, K] in groups of g columns: their dtypes and shapes."""
     whole, half, words, G = (N, K), (N, K // 2), torch.int32, -(-K // g)
     groups = (torch.uint8, (N, -(-K // 32)))
-    every: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {
+    layouts: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {
         "fp8 blocks": {"weight": (FP8, whole), "weight_scale_inv": (torch.float32, (-(-N // 128), -(-K // 128)))},
         "fp8 rows": {"weight": (FP8, whole), "weight_scale": (torch.float32, (N, 1))},
         "gpt-oss": {"blocks": (torch.uint8, (N, -(-K // 32), 16)), "scales": groups},
@@ -234,7 +234,7 @@ def matrix(packing: str, N: int, K: int, g: int) -> dict[str, tuple[torch.dtype,
         },
         "packed mxfp4": {"weight_packed": (torch.uint8, half), "weight_scale": groups},
     }
-    return {suffix: (dtype, list(size)) for suffix, (dtype, size) in every[packing].items()}
+    return {suffix: (dtype, list(size)) for suffix, (dtype, size) in layouts[packing].items()}
 
 
 WORDS: dict[str, tuple[Any, ...]] = {
@@ -315,12 +315,12 @@ def perhaps_odd(
     if suffix == "weight_shape" and size == [2]:
         values = torch.tensor([rows, columns])
     try:
-        made = values.to(dtype)
+        tensor = values.to(dtype)
     except (RuntimeError, NotImplementedError):  # torch casts nothing to float4
-        made = values.to(torch.uint8).view(dtype)
-    if odd() and made.dim() > 1:
-        made = draw.choice((made.mT, made[..., ::2], made[:, :1], made[-1:]))
-    return made
+        tensor = values.to(torch.uint8).view(dtype)
+    if odd() and tensor.dim() > 1:
+        tensor = draw.choice((tensor.mT, tensor[..., ::2], tensor[:, :1], tensor[-1:]))
+    return tensor
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -367,7 +367,7 @@ VALUES: tuple[Any, ...] = (
 @pytest.mark.parametrize("packing", WHOLE)
 def test_a_config_that_is_none(packing: str) -> None:
     tensors, config = WHOLE[packing]
-    given = named(tensors)
+    checkpoint = named(tensors)
     more = (
         "expert_dtype",
         "format",
@@ -386,16 +386,16 @@ def test_a_config_that_is_none(packing: str) -> None:
     for _ in range(3000):
         deep = [deep]
     for value in (*VALUES, deep):
-        attempt(given, value)
+        attempt(checkpoint, value)
         for key in dict.fromkeys((*config, *more)):
-            attempt(given, {**config, key: value})
+            attempt(checkpoint, {**config, key: value})
         if "config_groups" in config:
             group = config["config_groups"]["g"]
             for key in ("targets", "weights", "format", "input_activations"):
-                attempt(given, {**config, "config_groups": {"g": {**group, key: value}}})
+                attempt(checkpoint, {**config, "config_groups": {"g": {**group, key: value}}})
             for key in ("type", "num_bits", "strategy", "block_structure"):
                 weights = {**group["weights"], key: value}
-                attempt(given, {**config, "config_groups": {"g": {**group, "weights": weights}}})
+                attempt(checkpoint, {**config, "config_groups": {"g": {**group, "weights": weights}}})
 
 
 def test_names_and_parts_that_are_none() -> None:
@@ -433,29 +433,31 @@ def test_what_each_is_reported() -> None:
     assert "of shape [2, 0, 128], wanted one that is not empty" in refused(empty, BLOCKS)
     tensors, config = WHOLE["packed int4"]
     for K in (-5, 0, 120, 129, 1 << 40):
-        told = refused(named({**tensors, "weight_shape": torch.tensor([64, K])}), config)
-        assert f"is {K}, wanted 121 to 128, as weight_packed has" in told
+        message = refused(named({**tensors, "weight_shape": torch.tensor([64, K])}), config)
+        assert f"is {K}, wanted 121 to 128, as weight_packed has" in message
     tensors, config = WHOLE["fp8 rows"]
     gate, up = named(tensors, 0, "gate_proj"), named(tensors, 0, "up_proj")
     short = {**gate, **up, f"{LAYER}.0.up_proj.weight": torch.zeros(128, 32).to(FP8)}
-    told = "codes of gate and up is torch.float8_e4m3fn of shape [128, 64] and torch.float8_e4m3fn of shape [128, 32]"
-    assert told in refused(short, config, "gate_up")
+    message = (
+        "codes of gate and up is torch.float8_e4m3fn of shape [128, 64] and torch.float8_e4m3fn of shape [128, 32]"
+    )
+    assert message in refused(short, config, "gate_up")
 
 
 def test_what_is_long_is_cut() -> None:
     tensors, config = WHOLE["fp8 rows"]
     long = {
-        f"{'x' * (1000 - len(name)) if i == 0 else ''}{name}": one
-        for i, (name, one) in enumerate((("y.norm", torch.ones(1)), *named(tensors).items()))
+        f"{'x' * (1000 - len(name)) if i == 0 else ''}{name}": tensor
+        for i, (name, tensor) in enumerate((("y.norm", torch.ones(1)), *named(tensors).items()))
     }
     assert attempt(long, config)
-    told = refused({**long, "x" * 1001: torch.ones(1)}, config)
-    assert f"the name of a tensor is {'x' * 57}... of 1,001 characters, wanted 1000 at most" in told
+    message = refused({**long, "x" * 1001: torch.ones(1)}, config)
+    assert f"the name of a tensor is {'x' * 57}... of 1,001 characters, wanted 1000 at most" in message
     assert "the name of a tensor is 5, wanted a string" in refused({5: torch.ones(1)}, config)
     assert "the tensors is a, b, c ..., wanted experts' down" in refused(dict.fromkeys("abcd", torch.ones(1)), config)
-    layers = {f"{i}.experts.down_proj.{name}": one for i in range(4) for name, one in tensors.items()}
-    told = refused(layers, config)
-    assert "of 4 layers: 0.experts., 1.experts., 2.experts., wanted those of one layer" in told
+    layers = {f"{i}.experts.down_proj.{name}": tensor for i in range(4) for name, tensor in tensors.items()}
+    message = refused(layers, config)
+    assert "of 4 layers: 0.experts., 1.experts., 2.experts., wanted those of one layer" in message
     for block, said in (("x" * 60, "x" * 60), ("x" * 61, "x" * 57 + "..."), ([128] * 3, "[128, 128, 128]")):
         assert f"weight_block_size is {said}, wanted [128, 128]" in refused(
             DOWN, {**BLOCKS, "weight_block_size": block}
@@ -495,15 +497,15 @@ def test_what_gate_and_up_have_in_common() -> None:
     tensors, config = WHOLE["fp8 rows"]
     gate, up = named(tensors, 0, "gate_proj"), named(tensors, 0, "up_proj")
     taller = {"weight": torch.zeros(1, 192, 64).to(FP8), "weight_scale": torch.ones(1, 192, 1)}
-    found = ExpertWeights.from_tensors({**gate, **named(taller, 0, "up_proj")}, config, "gate_up")
-    assert found.shape == (1, 320, 64)
+    weights = ExpertWeights.from_tensors({**gate, **named(taller, 0, "up_proj")}, config, "gate_up")
+    assert weights.shape == (1, 320, 64)
     tensors, config = WHOLE["fp8 blocks"]
     gate, up = named(tensors, 0, "gate_proj"), named(tensors, 0, "up_proj")
-    told = refused({**gate, **up, f"{LAYER}.0.up_proj.weight_scale_inv": torch.ones(1, 2)}, config, "gate_up")
-    assert "its weight_scale_inv, is of shape [1, 2], wanted [1, 1]" in told
+    message = refused({**gate, **up, f"{LAYER}.0.up_proj.weight_scale_inv": torch.ones(1, 2)}, config, "gate_up")
+    assert "its weight_scale_inv, is of shape [1, 2], wanted [1, 1]" in message
     wider = {"weight": torch.zeros(1, 128, 256).to(FP8), "weight_scale_inv": torch.ones(1, 1, 2)}
-    told = refused({**gate, **named(wider, 0, "up_proj")}, config, "gate_up")
-    assert "codes of gate and up is torch.float8_e4m3fn of shape [128, 128] and torch.float8_e4m3fn" in told
+    message = refused({**gate, **named(wider, 0, "up_proj")}, config, "gate_up")
+    assert "codes of gate and up is torch.float8_e4m3fn of shape [128, 128] and torch.float8_e4m3fn" in message
 
 
 def much(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -547,8 +549,8 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     ids=["codes", "scales", "stacked", "of another use", "overlapping"],
 )
 def test_a_tensor_that_repeats_its_elements_is_never_copied(tensors: dict[str, torch.Tensor], config: Any) -> None:
-    told = refused({f"{LAYER}.{name}": one for name, one in tensors.items()}, config)
-    assert "which repeats elements, wanted memory for each of them" in told
+    message = refused({f"{LAYER}.{name}": tensor for name, tensor in tensors.items()}, config)
+    assert "which repeats elements, wanted memory for each of them" in message
 
 
 def test_nor_do_the_constructors_copy_one() -> None:

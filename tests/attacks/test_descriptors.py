@@ -46,7 +46,7 @@ def test_more_bundles_than_descriptors(tmp_path: Path) -> None:
 def test_a_directory_of_a_hundred_thousand_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for i in range(MAX_FILES + 10):
         (tmp_path / f"{i:05d}.msgpack").touch()
-    found = Place(Kind.NAMED, tmp_path).files()
-    assert [len(found), found[-1].name] == [MAX_FILES, f"{MAX_FILES - 1:05d}.msgpack"]
+    files = Place(Kind.NAMED, tmp_path).files()
+    assert [len(files), files[-1].name] == [MAX_FILES, f"{MAX_FILES - 1:05d}.msgpack"]
     (record,) = caplog.records
     assert f"holds {MAX_FILES + 10} bundles: the first {MAX_FILES} by name are read" in record.getMessage()

@@ -175,7 +175,7 @@ def test_a_chain_of_records_that_grows_without_end_grows_to_an_end(tmp_path: Pat
     shas = [bytes([i % 256, i // 256]).hex() * 16 for i in range(links + 1)]
     records = []
     for before, after in itertools.pairwise(shas):
-        few, most = ([one, [ns, ns], 0.001, 5, 0.001] for one, ns in ((before, 1), (after, MAX_TIME_NS)))
+        few, most = ([sha, [ns, ns], 0.001, 5, 0.001] for sha, ns in ((before, 1), (after, MAX_TIME_NS)))
         records.append({**MEASURED, "modelled": before, "timings": [few, most], "duel": None})
     contents = read_journal(written(tmp_path / "journal", HEADER, *records))
     assert len(contents.records) == links

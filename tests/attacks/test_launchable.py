@@ -94,8 +94,8 @@ FRAGMENT = record(Spec(Op.DW, DType.TF32, FRAGMENTS))
 
 def passed(variant: Variant, **kinds: str | None) -> Variant:
     """The variant with arguments of other kinds, or (None) without them; new names come last."""
-    found = {**dict(variant.arguments), **kinds}
-    plain = {name: kind for name, kind in found.items() if kind is not None}
+    arguments = {**dict(variant.arguments), **kinds}
+    plain = {name: kind for name, kind in arguments.items() if kind is not None}
     maps = []
     for name, kind in plain.items():
         if kind.startswith("desc"):
@@ -145,7 +145,7 @@ BROKEN = {
     "specialized dW of 64 rows": record(spec(Op.DW, FRAGMENTS._replace(block_n=64))),
     "specialized rows, 64 of them": configured(COUNTED, block_m=64),
     "results rounded to tf32": FRAGMENT._replace(
-        tensor_maps=tuple(one._replace(element=11) for one in FRAGMENT.tensor_maps)
+        tensor_maps=tuple(tensor_map._replace(element=11) for tensor_map in FRAGMENT.tensor_maps)
     ),
     "pingpong of fp32": record(Spec(Op.FORWARD, DType.FP32, TURNS)),
     "pingpong that gathers": IN_TURNS._replace(fusion=Fusion.GATHER),
@@ -168,9 +168,11 @@ BROKEN = {
     "fitted and narrow": configured(FITS, narrow=1),
     "fitted that stores through a pointer": passed(FITS, y_map=None),
     "TMA in a config without": configured(ROWS, tma=0),
-    "elements of 8 bytes": ROWS._replace(tensor_maps=tuple(one._replace(element=8) for one in ROWS.tensor_maps)),
+    "elements of 8 bytes": ROWS._replace(
+        tensor_maps=tuple(tensor_map._replace(element=8) for tensor_map in ROWS.tensor_maps)
+    ),
     "elements of a type that is none": WEIGHT._replace(
-        tensor_maps=tuple(one._replace(element=255) for one in WEIGHT.tensor_maps)
+        tensor_maps=tuple(tensor_map._replace(element=255) for tensor_map in WEIGHT.tensor_maps)
     ),
     "threads of half a warp": ROWS._replace(threads=48),
     "a block of 0": configured(ROWS, block_m=0),
@@ -202,7 +204,7 @@ def opened(variant: Variant) -> BundleFile:
         record(Spec(Op.DX, DType.BF16, TURNS, fusion=Fusion.SCATTER)),
         record(spec(Op.DX, TURNS)),
         record(spec(Op.FORWARD, TURNS._replace(block_n=128, num_stages=6))),
-        *(record(spec(Op.DW, one)) for one in (WEIGHT_TURNS, ACROSS)),
+        *(record(spec(Op.DW, config)) for config in (WEIGHT_TURNS, ACROSS)),
     ],
 )
 def test_pingpong_and_fitted_as_the_builder_records_it_passes(variant: Variant) -> None:
@@ -236,106 +238,122 @@ CODE = {
 def test_code_of_another_kind_is_refused_by_aot_verify(name: str, tmp_path: Path) -> None:
     cubin = CODE[name]
     variant = ROWS._replace(cubin_bytes=len(cubin), cubin_sha256=hashlib.sha256(cubin).digest())
-    made = bundle(variant)._replace(target=Target(90, True), cubins=(cubin,))
-    publish(tmp_path / "broken.msgpack", codec.encode(made))
+    built = bundle(variant)._replace(target=Target(90, True), cubins=(cubin,))
+    publish(tmp_path / "broken.msgpack", codec.encode(built))
     with pytest.raises(BundleCorrupt, match="variant 0: no cubin: "):
         sound(str(tmp_path / "broken.msgpack"))
 
 
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER, Fusion.GATHER])
 @pytest.mark.parametrize("layout", PLAIN_LAYOUTS)
-@pytest.mark.parametrize("dtype", [one for one in DType if not one.quantised])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if not dtype.quantised])
 @pytest.mark.parametrize("op", Op)
 def test_what_the_builder_records_passes(op: Op, dtype: DType, layout: Layout, fusion: Fusion) -> None:
     specialized = [SPECIALIZED] if dtype.itemsize == 2 else [FRAGMENTS] * ((op, dtype) == (Op.DW, DType.TF32))
     for config in (POINTERS, TMA, *specialized):
         experts = MAX_EXPERTS if config.schedule.warp_specialized else MAX_EXPERTS_FALLBACK
-        one = record(Spec(op, dtype, config, layout, Fusion.NONE if op is Op.DW else fusion, max_experts=experts))
-        assert unlaunchable(one) is None
-        with opened(one) as file:
-            assert file.variant(0) == one
+        entry = record(Spec(op, dtype, config, layout, Fusion.NONE if op is Op.DW else fusion, max_experts=experts))
+        assert unlaunchable(entry) is None
+        with opened(entry) as file:
+            assert file.variant(0) == entry
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_what_ships_passes(path: Path) -> None:
     with open_bundle(path) as file:
-        for one in file.variants():
-            assert unlaunchable(one) is None
+        for variant in file.variants():
+            assert unlaunchable(variant) is None
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_the_code_that_ships_takes_the_parameters_that_its_record_says(path: Path) -> None:
     with open_bundle(path) as file:
-        for i, one in enumerate(file.variants()):
-            sizes = parameter_bytes(one.arguments)
-            assert fault(file.cubin(i), file.target, one.entry, sizes, one.threads, one.registers) is None
+        for i, variant in enumerate(file.variants()):
+            sizes = parameter_bytes(variant.arguments)
+            assert fault(file.cubin(i), file.target, variant.entry, sizes, variant.threads, variant.registers) is None
 
 
 OTHERS = {
-    "one argument fewer": (lambda one: one._replace(arguments=one.arguments[:-1]), "takes .. parameters, .* says"),
+    "one argument fewer": (
+        lambda variant: variant._replace(arguments=variant.arguments[:-1]),
+        "takes .. parameters, .* says",
+    ),
     "one argument more": (
-        lambda one: one._replace(arguments=(*one.arguments, ("m_sizes_", "ptr"))),
+        lambda variant: variant._replace(arguments=(*variant.arguments, ("m_sizes_", "ptr"))),
         "takes .. parameters, .* says",
     ),
     "two arguments exchanged": (
-        lambda one: one._replace(arguments=(*one.arguments[:-2], one.arguments[-1], one.arguments[-2])),
+        lambda variant: variant._replace(
+            arguments=(*variant.arguments[:-2], variant.arguments[-1], variant.arguments[-2])
+        ),
         "takes [48] bytes, its record says [48]",
     ),
-    "a kernel that is not there": (lambda one: one._replace(entry="nowhere"), "no kernel 'nowhere', but '"),
+    "a kernel that is not there": (lambda variant: variant._replace(entry="nowhere"), "no kernel 'nowhere', but '"),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize(
-    "path", [one for one in SHIPPED if one.stem.startswith(("catalogue", "fp16"))], ids=lambda path: path.stem
+    "path", [path for path in SHIPPED if path.stem.startswith(("catalogue", "fp16"))], ids=lambda path: path.stem
 )
 def test_a_record_of_other_parameters_is_refused(path: Path, name: str, tmp_path: Path) -> None:
     change, reason = OTHERS[name]
     whole = shipped.whole(path.stem)
-    i = next(i for i, one in enumerate(whole.variants) if one.arguments[-1][1] != one.arguments[-2][1])
+    i = next(i for i, variant in enumerate(whole.variants) if variant.arguments[-1][1] != variant.arguments[-2][1])
     changed = change(whole.variants[i])
     assert "says" in reason or changed.arguments == whole.variants[i].arguments
-    made = whole._replace(
+    built = whole._replace(
         variants=(changed,),
         cubins=(whole.cubins[i],),
         choices={},
         models=(),
-        kernels=tuple(one for one in whole.kernels if (one.name, one.revision) == (changed.kernel, changed.revision)),
+        kernels=tuple(
+            kernel for kernel in whole.kernels if (kernel.name, kernel.revision) == (changed.kernel, changed.revision)
+        ),
     )
-    publish(tmp_path / "broken.msgpack", codec.encode(made))
+    publish(tmp_path / "broken.msgpack", codec.encode(built))
     with pytest.raises(BundleCorrupt, match=f"{reason}|launch ABI 1"):  # (aot verify looks at the names first)
         sound(str(tmp_path / "broken.msgpack"))
 
 
-def _maps(one: Variant, **fields: object) -> Variant:
-    first, *rest = one.tensor_maps
-    return one._replace(tensor_maps=(first._replace(**fields), *rest))  # type: ignore[arg-type]
+def _maps(variant: Variant, **fields: object) -> Variant:
+    first, *rest = variant.tensor_maps
+    return variant._replace(tensor_maps=(first._replace(**fields), *rest))  # type: ignore[arg-type]
 
 
-def _swapped(one: Variant, a: str, b: str) -> Variant:
+def _swapped(variant: Variant, a: str, b: str) -> Variant:
     """Two arguments of one kind in each other's place."""
     names = {a: b, b: a}
-    return one._replace(arguments=tuple((names.get(name, name), kind) for name, kind in one.arguments))
+    return variant._replace(arguments=tuple((names.get(name, name), kind) for name, kind in variant.arguments))
 
 
 LIES: dict[str, tuple[Callable[[Variant], Variant], str]] = {
-    "no shared memory": (lambda one: one._replace(shared_bytes=0), "0 bytes of shared memory, its boxes alone take"),
-    "more shared memory than there is": (lambda one: one._replace(shared_bytes=1 << 20), "a block has 232448"),
-    "32 threads": (lambda one: one._replace(threads=32), "compiled for .* threads, its record says 32"),
-    "1024 threads": (lambda one: one._replace(threads=1024), "compiled for .* threads, its record says 1024"),
-    "fewer registers": (lambda one: one._replace(registers=8), "registers a thread, its record says 8"),
+    "no shared memory": (
+        lambda variant: variant._replace(shared_bytes=0),
+        "0 bytes of shared memory, its boxes alone take",
+    ),
+    "more shared memory than there is": (lambda variant: variant._replace(shared_bytes=1 << 20), "a block has 232448"),
+    "32 threads": (lambda variant: variant._replace(threads=32), "compiled for .* threads, its record says 32"),
+    "1024 threads": (lambda variant: variant._replace(threads=1024), "compiled for .* threads, its record says 1024"),
+    "fewer registers": (lambda variant: variant._replace(registers=8), "registers a thread, its record says 8"),
     "two pointers exchanged": (
-        lambda one: _swapped(one, *[name for name, kind in one.arguments if kind == "ptr"][:2]),
+        lambda variant: _swapped(variant, *[name for name, kind in variant.arguments if kind == "ptr"][:2]),
         "its arguments are not those of",
     ),
-    "M and N exchanged": (lambda one: _swapped(one, "M", "N"), "its arguments are not those of .*N i32"),
-    "K and E exchanged": (lambda one: _swapped(one, "K", "E"), "its arguments are not those of .*E i32"),
-    "a narrower box": (lambda one: _maps(one, box=(*one.tensor_maps[0].box[:-1], 32)), "boxes of .*: wanted"),
-    "a higher box": (lambda one: _maps(one, box=(*one.tensor_maps[0].box[:-2], 256, 64)), "boxes of .*: wanted"),
-    "no swizzle": (lambda one: _maps(one, swizzle=0), "swizzle 0: wanted .*, swizzle [23]"),
-    "another swizzle": (lambda one: _maps(one, swizzle=1), "swizzle 1: wanted"),
+    "M and N exchanged": (lambda variant: _swapped(variant, "M", "N"), "its arguments are not those of .*N i32"),
+    "K and E exchanged": (lambda variant: _swapped(variant, "K", "E"), "its arguments are not those of .*E i32"),
+    "a narrower box": (
+        lambda variant: _maps(variant, box=(*variant.tensor_maps[0].box[:-1], 32)),
+        "boxes of .*: wanted",
+    ),
+    "a higher box": (
+        lambda variant: _maps(variant, box=(*variant.tensor_maps[0].box[:-2], 256, 64)),
+        "boxes of .*: wanted",
+    ),
+    "no swizzle": (lambda variant: _maps(variant, swizzle=0), "swizzle 0: wanted .*, swizzle [23]"),
+    "another swizzle": (lambda variant: _maps(variant, swizzle=1), "swizzle 1: wanted"),
     "another tile's config": (
-        lambda one: one._replace(config=tuple((k, 2 * v if k == "block_m" else v) for k, v in one.config)),
+        lambda variant: variant._replace(config=tuple((k, 2 * v if k == "block_m" else v) for k, v in variant.config)),
         "variant 0",
     ),
 }
@@ -346,25 +364,27 @@ def test_a_record_that_lies_of_its_code_is_refused(name: str, tmp_path: Path) ->
     """With digests made right. Of each kernel that goes through TMA, a variant that ships."""
     change, reason = LIES[name]
     whole = shipped.whole("catalogue-sm90")
-    kernels = {one.kernel: i for i, one in enumerate(whole.variants) if len(one.tensor_maps) > 1}
+    kernels = {variant.kernel: i for i, variant in enumerate(whole.variants) if len(variant.tensor_maps) > 1}
     assert len(kernels) == 5
     for i in kernels.values():
         changed = change(whole.variants[i])
         assert changed != whole.variants[i]
-        made = whole._replace(
+        built = whole._replace(
             variants=(changed,),
             cubins=(whole.cubins[i],),
             choices={},
             models=(),
             kernels=tuple(
-                one for one in whole.kernels if (one.name, one.revision) == (changed.kernel, changed.revision)
+                kernel
+                for kernel in whole.kernels
+                if (kernel.name, kernel.revision) == (changed.kernel, changed.revision)
             ),
         )
         if "its record says" not in reason:  # the loader compares the record with the entry, and not with the code
             broken = pytest.raises(BundleCorrupt, match=f"variant 0: .*({reason})" if reason != "variant 0" else reason)
-            with open_bytes(codec.encode(made), "broken") as file, broken:
+            with open_bytes(codec.encode(built), "broken") as file, broken:
                 loaded(file, 0, 0, 132)
-        publish(tmp_path / "broken.msgpack", codec.encode(made))
+        publish(tmp_path / "broken.msgpack", codec.encode(built))
         with pytest.raises(BundleCorrupt):
             sound(str(tmp_path / "broken.msgpack"))
 
@@ -374,9 +394,9 @@ def test_what_ships_is_what_its_kernels_declare_and_is_looked_at_in_no_time(path
     with open_bundle(path) as file:
         limits = arch_of(file.target.sm).limits
         took = []
-        for one in file.variants():
+        for variant in file.variants():
             begin = time.perf_counter()
-            assert undeclared(one, limits) is None
+            assert undeclared(variant, limits) is None
             took.append(time.perf_counter() - begin)
         assert sorted(took)[len(took) // 2] < 1e-3
 
@@ -384,8 +404,8 @@ def test_what_ships_is_what_its_kernels_declare_and_is_looked_at_in_no_time(path
 def test_code_that_is_cut_or_changed_is_refused_or_read_and_nothing_else() -> None:
     """Its digest would tell; what reads it must be sound all the same."""
     with open_bundle(SHIPPED[-1]) as file:
-        cubin, one = file.cubin(0), file.variant(0)
-    wanted, rng = parameter_bytes(one.arguments), random.Random(1)
+        cubin, variant = file.cubin(0), file.variant(0)
+    wanted, rng = parameter_bytes(variant.arguments), random.Random(1)
     table = struct.unpack_from("<Q", cubin, 40)[0]
     wrong = Counter[bool]()
     for turn in range(3000):
@@ -395,5 +415,7 @@ def test_code_that_is_cut_or_changed_is_refused_or_read_and_nothing_else() -> No
             changed[at] = rng.randrange(256)
         else:
             del changed[rng.randrange(len(cubin)) :]
-        wrong[fault(bytes(changed), file.target, one.entry, wanted, one.threads, one.registers) is None] += 1
+        wrong[
+            fault(bytes(changed), file.target, variant.entry, wanted, variant.threads, variant.registers) is None
+        ] += 1
     assert min(wrong.values()) > 100

@@ -144,7 +144,7 @@ def crossed() -> bytes:
 
 
 def measured(folder: Path) -> dict[str, dict[str, tuple[str | None, float, float]]]:
-    """What the readers did with each attack, and what it cost, from a process of its own."""
+    """Return each reader's error, time and memory for each attack, measured in a process of its own."""
     for i, index in enumerate(ATTACKS.values()):
         (folder / f"{i}.msgpack").write_bytes(craft.seal(index() if callable(index) else index, CUBINS))
     (folder / "valid.msgpack").write_bytes(craft.seal(RAW, CUBINS))

@@ -46,8 +46,8 @@ def odd(seed: int) -> Bundle:
         return pick.choice([1, 2, 3, 255, 256, most // 2, most - 1, most])
 
     variants = tuple(
-        one._replace(
-            config=pick.choice([one.config, *CONFIGS]),
+        variant._replace(
+            config=pick.choice([variant.config, *CONFIGS]),
             threads=pick.choice([1, 128, 1024]),
             shared_bytes=pick.choice([0, 1 << 20]),
             registers=pick.choice([0, 1024]),
@@ -55,12 +55,14 @@ def odd(seed: int) -> Bundle:
             alignment=pick.choice([1, 16]),
             max_experts=65536,
         )
-        for one in bundle.variants
+        for variant in bundle.variants
     )
-    renamed = {one: one._replace(E=figure(65536), N=figure(INT), K=i + 1) for i, one in enumerate(bundle.choices)}
+    renamed = {
+        problem: problem._replace(E=figure(65536), N=figure(INT), K=i + 1) for i, problem in enumerate(bundle.choices)
+    }
     choices = {
         renamed[problem]: tuple(
-            one._replace(time_ns=figure(LONG), runner_up_ns=one.runner_up_ns and figure(LONG)) for one in row
+            choice._replace(time_ns=figure(LONG), runner_up_ns=choice.runner_up_ns and figure(LONG)) for choice in row
         )
         for problem, row in bundle.choices.items()
     }
@@ -68,10 +70,12 @@ def odd(seed: int) -> Bundle:
         target=pick.choice([bundle.target, Target(80, False), Target(100, True)]),
         min_driver=pick.choice([0, 12080]),
         producer=pick.choice([bundle.producer, *PRODUCERS]),
-        gpus=tuple(one._replace(sm_count=figure(INT), memory_mib=i + 1) for i, one in enumerate(bundle.gpus)),
+        gpus=tuple(gpu._replace(sm_count=figure(INT), memory_mib=i + 1) for i, gpu in enumerate(bundle.gpus)),
         variants=variants,
         choices=choices,
-        models=tuple(one._replace(problems=tuple(map(renamed.__getitem__, one.problems))) for one in bundle.models),
+        models=tuple(
+            model._replace(problems=tuple(map(renamed.__getitem__, model.problems))) for model in bundle.models
+        ),
     )
 
 
@@ -91,8 +95,8 @@ def tuned_on_top(bundle: Bundle, other: Bundle) -> None:
 
 def shown(bundle: Bundle, _: Bundle) -> None:
     with open_bytes(codec.encode(bundle), "odd") as file:
-        found = contents(file, choices=True)
-        assert found["size_bytes"] == file.size_bytes == len(codec.encode(bundle))
+        listed = contents(file, choices=True)
+        assert listed["size_bytes"] == file.size_bytes == len(codec.encode(bundle))
 
 
 def explained(bundle: Bundle, _: Bundle) -> None:

@@ -92,7 +92,7 @@ def verdict(
     namespace: bool = False,
     accounts: Path | None = None,
 ) -> str:
-    """What a process of this user gets: "ok", or the error. ``namespace``: as the root of a user namespace.
+    """Return "ok" or the error that a process of this user gets. ``namespace``: as the root of a user namespace.
 
     ``accounts``: a directory whose passwd and group are those of /etc.
     """
@@ -384,7 +384,7 @@ def test_which_group_is_a_users_own(root, group, others, trusted):
 
 
 def kubernetes(place: Path) -> Path:
-    """What the kubelet's atomic writer makes in a volume."""
+    """Write a volume like the kubelet's atomic writer does."""
     version = folder(place / "..2026_11_20_21_00_00.123", 0o755)
     put(version / "b.msgpack")
     (place / "..data").symlink_to(version.name)

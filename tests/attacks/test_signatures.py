@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import signing
-from made import ON_H200, PROBLEM, SPECS, WIDE, modelled, variant, write
 from processes import copy_of
+from small_bundles import ON_H200, PROBLEM, SPECS, WIDE, modelled, variant, write
 
 from pretuned.aot.demand import tuner
 from pretuned.artifacts.errors import BundleError
@@ -32,12 +32,12 @@ def taken(tmp_path: Path, *named: Path) -> Snapshot:
     return take(Settings(bundles=named, overlay=tmp_path / "overlay", trusted_keys=tmp_path / "keys"))
 
 
-def used(found: Snapshot) -> list[str]:
-    return [one.path.name for one in found.view(ON_H200, installed=False).usable]
+def used(bundle_set: Snapshot) -> list[str]:
+    return [usable.path.name for usable in bundle_set.view(ON_H200, installed=False).usable]
 
 
-def why(found: Snapshot) -> list[str]:
-    return [one.reason for one in found.view(ON_H200, installed=False).skipped]
+def why(bundle_set: Snapshot) -> list[str]:
+    return [skip.reason for skip in bundle_set.view(ON_H200, installed=False).skipped]
 
 
 @pytest.fixture
@@ -53,16 +53,16 @@ def test_signed_ones_are_used_and_others_are_not(
     write(bundle.with_name("b.msgpack"), CHOICES, tag="unsigned")
     write(tmp_path / "overlay" / "tuned.msgpack", CHOICES, tag="unsigned, of the user's own")
     signing.sign(write(tmp_path / "overlay" / "kept.msgpack", CHOICES, tag="signed there"))
-    found = taken(tmp_path, bundle.parent)
-    assert used(found) == ["a.msgpack", "kept.msgpack"]
-    assert len(why(found)) == 2
+    bundle_set = taken(tmp_path, bundle.parent)
+    assert used(bundle_set) == ["a.msgpack", "kept.msgpack"]
+    assert len(why(bundle_set)) == 2
     for name in ("b.msgpack", "tuned.msgpack"):
-        (record,) = [one for one in caplog.records if f"{name}.sig" in one.getMessage()]
+        (record,) = [record for record in caplog.records if f"{name}.sig" in record.getMessage()]
         assert record.levelno == logging.WARNING
         for word in ("has no signature", "PRETUNED_TRUSTED_KEYS", "0.pem", "aot sign BUNDLE --key"):
             assert word in record.getMessage()
-    used(found)
-    assert len([one for one in caplog.records if "b.msgpack.sig" in one.getMessage()]) == 1
+    used(bundle_set)
+    assert len([record for record in caplog.records if "b.msgpack.sig" in record.getMessage()]) == 1
 
 
 def test_without_the_variable_no_signature_is_asked_for(bundle: Path, tmp_path: Path) -> None:
@@ -74,16 +74,16 @@ def test_without_the_variable_no_signature_is_asked_for(bundle: Path, tmp_path: 
 def test_the_signature_of_another_bundle(bundle: Path, tmp_path: Path) -> None:
     other = signing.sign(write(tmp_path / "else" / "a.msgpack", CHOICES, tag="another"))
     Path(f"{other}.sig").replace(f"{bundle}.sig")
-    found = taken(tmp_path, bundle.parent)
-    assert used(found) == []
-    assert "is not of this content" in why(found)[0]
+    bundle_set = taken(tmp_path, bundle.parent)
+    assert used(bundle_set) == []
+    assert "is not of this content" in why(bundle_set)[0]
 
 
 def test_a_strangers_signature(bundle: Path, tmp_path: Path) -> None:
     signing.sign(bundle, signing.STRANGER)
-    found = taken(tmp_path, bundle.parent)
-    assert used(found) == []
-    assert "is by another key" in why(found)[0]
+    bundle_set = taken(tmp_path, bundle.parent)
+    assert used(bundle_set) == []
+    assert "is by another key" in why(bundle_set)[0]
     signing.keys(tmp_path / "keys", signing.PRIVATE, signing.STRANGER)
     assert used(taken(tmp_path, bundle.parent)) == ["a.msgpack"]
 
@@ -106,12 +106,12 @@ def test_keys_that_can_not_be_had_let_nothing_in(how: str, bundle: Path, tmp_pat
         os.chown(key, 34567, 34567)
     if how == "key written by others":
         key.chmod(0o666)
-    found = taken(tmp_path, bundle.parent)
-    assert used(found) == []
-    assert "has no key to check with" in why(found)[0]
-    told = report(found, Settings(), (), "")
-    assert not told.ok
-    assert any(one.startswith("PRETUNED_TRUSTED_KEYS: ") for one in told.problems)
+    bundle_set = taken(tmp_path, bundle.parent)
+    assert used(bundle_set) == []
+    assert "has no key to check with" in why(bundle_set)[0]
+    doctor_report = report(bundle_set, Settings(), (), "")
+    assert not doctor_report.ok
+    assert any(problem.startswith("PRETUNED_TRUSTED_KEYS: ") for problem in doctor_report.problems)
 
 
 def test_a_link_to_a_key_that_others_can_write(bundle: Path, tmp_path: Path) -> None:
@@ -124,17 +124,17 @@ def test_a_link_to_a_key_that_others_can_write(bundle: Path, tmp_path: Path) -> 
 
 def test_the_place_of_a_signed_bundle_is_checked_all_the_same(bundle: Path, tmp_path: Path) -> None:
     bundle.parent.chmod(0o777)
-    found = taken(tmp_path, bundle.parent)
-    assert used(found) == []
-    assert "everybody can write it" in why(found)[0]
+    bundle_set = taken(tmp_path, bundle.parent)
+    assert used(bundle_set) == []
+    assert "everybody can write it" in why(bundle_set)[0]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a group's directory")
 def test_a_group_may_write_the_place_of_signed_bundles(bundle: Path, tmp_path: Path) -> None:
     """A volume with ``fsGroup: 2000``. Its members can take bundles away, or put back what was signed before."""
-    for one in (bundle.parent, bundle, Path(f"{bundle}.sig")):
-        os.chown(one, 0, 2000)
-        one.chmod(0o2775 if one.is_dir() else 0o664)
+    for path in (bundle.parent, bundle, Path(f"{bundle}.sig")):
+        os.chown(path, 0, 2000)
+        path.chmod(0o2775 if path.is_dir() else 0o664)
     assert used(taken(tmp_path, bundle.parent)) == ["a.msgpack"]
     assert used(taken(tmp_path, bundle)) == ["a.msgpack"]
     (refused,) = why(take(Settings(bundles=(bundle.parent,))))
@@ -143,18 +143,18 @@ def test_a_group_may_write_the_place_of_signed_bundles(bundle: Path, tmp_path: P
         f"chmod g-w {bundle.parent}"
     )
     write(bundle, CHOICES, tag="by one of the group")
-    found = taken(tmp_path, bundle.parent)
-    assert used(found) == []
-    assert "is not of this content" in why(found)[0]
+    bundle_set = taken(tmp_path, bundle.parent)
+    assert used(bundle_set) == []
+    assert "is not of this content" in why(bundle_set)[0]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a group's directory")
 def test_a_signed_bundle_that_one_of_a_group_replaces_while_it_is_read(bundle: Path, tmp_path: Path) -> None:
-    for one in (bundle.parent, bundle):
-        os.chown(one, 0, 2000)
-        one.chmod(0o2775 if one.is_dir() else 0o664)
-    found = taken(tmp_path, bundle.parent)
-    (usable,) = found.view(ON_H200, installed=False).usable
+    for path in (bundle.parent, bundle):
+        os.chown(path, 0, 2000)
+        path.chmod(0o2775 if path.is_dir() else 0o664)
+    bundle_set = taken(tmp_path, bundle.parent)
+    (usable,) = bundle_set.view(ON_H200, installed=False).usable
     usable.bundle.rest()
     other = write(tmp_path / "other.msgpack", CHOICES, tag="other code")
     other.replace(bundle)
@@ -163,7 +163,7 @@ def test_a_signed_bundle_that_one_of_a_group_replaces_while_it_is_read(bundle: P
 
 
 def test_a_link_to_a_signed_bundle_brings_its_own_signature(bundle: Path, tmp_path: Path) -> None:
-    """As a config map of Kubernetes has both: links."""
+    """A config map of Kubernetes has both as links."""
     mounted = tmp_path / "mounted"
     mounted.mkdir()
     (mounted / "c.msgpack").symlink_to(bundle)
@@ -174,16 +174,16 @@ def test_a_link_to_a_signed_bundle_brings_its_own_signature(bundle: Path, tmp_pa
 
 def test_swapped_after_it_was_opened(bundle: Path, tmp_path: Path) -> None:
     """The bytes that were verified are those that load, also where the file rested meanwhile."""
-    found = taken(tmp_path, bundle.parent)
-    (one,) = found.view(ON_H200, installed=False).usable
-    before = one.bundle.cubin(0)
-    one.bundle.rest()
+    bundle_set = taken(tmp_path, bundle.parent)
+    (usable,) = bundle_set.view(ON_H200, installed=False).usable
+    before = usable.bundle.cubin(0)
+    usable.bundle.rest()
     Path(f"{bundle}.sig").write_bytes(b"")
-    assert one.bundle.cubin(0) == before
-    one.bundle.rest()
+    assert usable.bundle.cubin(0) == before
+    usable.bundle.rest()
     signing.sign(write(bundle, CHOICES, tag="another, signed as well"))
     with pytest.raises(BundleError, match="the file was changed after it was opened"):
-        one.bundle.cubin(1)
+        usable.bundle.cubin(1)
 
 
 def test_swapped_while_it_is_opened(bundle: Path, tmp_path: Path) -> None:
@@ -204,11 +204,11 @@ def test_swapped_while_it_is_opened(bundle: Path, tmp_path: Path) -> None:
     accepted = refused = 0
     try:
         while accepted < 20 or refused < 20:
-            found = taken(tmp_path, bundle.parent)
-            for one in found.view(ON_H200, installed=False).usable:
-                assert one.bundle.digest == digest
+            bundle_set = taken(tmp_path, bundle.parent)
+            for usable in bundle_set.view(ON_H200, installed=False).usable:
+                assert usable.bundle.digest == digest
                 accepted += 1
-            refused += len(why(found))
+            refused += len(why(bundle_set))
     finally:
         stop.set()
         swapper.join()
@@ -216,14 +216,14 @@ def test_swapped_while_it_is_opened(bundle: Path, tmp_path: Path) -> None:
 
 def test_a_named_file_that_is_refused_is_raised_and_fails_the_doctor(bundle: Path, tmp_path: Path) -> None:
     Path(f"{bundle}.sig").unlink()
-    found = taken(tmp_path, bundle)
+    bundle_set = taken(tmp_path, bundle)
     with pytest.raises(BundleError, match="has no signature"):
-        found.view(ON_H200, installed=False).demand_named_files()
+        bundle_set.view(ON_H200, installed=False).demand_named_files()
     for named in (bundle, bundle.parent):
-        told = report(taken(tmp_path, named), Settings(), (), "")
-        assert not told.ok
-        assert any("has no signature" in one for one in told.problems)
-        assert "key       0.pem (" in str(told)
+        doctor_report = report(taken(tmp_path, named), Settings(), (), "")
+        assert not doctor_report.ok
+        assert any("has no signature" in problem for problem in doctor_report.problems)
+        assert "key       0.pem (" in str(doctor_report)
 
 
 def test_pretuneds_own_need_none_and_other_packages_do(bundle: Path, tmp_path: Path) -> None:
@@ -232,8 +232,8 @@ def test_pretuneds_own_need_none_and_other_packages_do(bundle: Path, tmp_path: P
     assert not Place(Kind.NAMED, own).is_ours()
     Path(f"{bundle}.sig").unlink()
     keys = taken(tmp_path).keys
-    found = Snapshot((), lambda: [Place(Kind.INSTALLED, own), Place(Kind.INSTALLED, bundle.parent)], None, keys)
-    by_place = {one.place.path: one.error for one in found.found(installed=True)}
+    bundle_set = Snapshot((), lambda: [Place(Kind.INSTALLED, own), Place(Kind.INSTALLED, bundle.parent)], None, keys)
+    by_place = {opened.place.path: opened.error for opened in bundle_set.files(installed=True)}
     assert by_place.pop(bundle.parent) is not None
     assert list(by_place.values()) == [None]
 
@@ -251,16 +251,18 @@ def test_nothing_is_tuned_or_compiled_on_demand(bundle: Path, tmp_path: Path, mo
         assert not hooks.jit_allowed()
         from pretuned.artifacts.bundle_file import open_bundle
 
-        with open_bundle(bundle) as made:
-            dispatch_snapshot.keep(made)
+        with open_bundle(bundle) as opened:
+            dispatch_snapshot.keep(opened)
             assert all(
-                one.place.kind is not Kind.PROCESS for one in dispatch_snapshot.snapshot().found(installed=False)
+                opened.place.kind is not Kind.PROCESS for opened in dispatch_snapshot.snapshot().files(installed=False)
             )
             monkeypatch.delenv("PRETUNED_TRUSTED_KEYS")
             reload()
             assert hooks.demand_tuner() is not None
             assert hooks.jit_allowed()
-            assert any(one.place.kind is Kind.PROCESS for one in dispatch_snapshot.snapshot().found(installed=False))
+            assert any(
+                opened.place.kind is Kind.PROCESS for opened in dispatch_snapshot.snapshot().files(installed=False)
+            )
     finally:
         dispatch_snapshot.forget_made()
         allow_jit(False)
@@ -278,7 +280,7 @@ def test_test_results_and_configs_are_neither_read_nor_written(
 ) -> None:
     """Nobody signs those."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    one, other = variant(SPECS[0], b"one"), variant(SPECS[0], b"other")
+    first, other = variant(SPECS[0], b"one"), variant(SPECS[0], b"other")
 
     def files() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()}
@@ -288,15 +290,15 @@ def test_test_results_and_configs_are_neither_read_nor_written(
         unsloth.save_cached_config(of.cubin_sha256.hex(), {}, {}, {})
 
     reload()
-    keep(one)
+    keep(first)
     before = files()
     assert len(before) == 3, before
     monkeypatch.setenv("PRETUNED_TRUSTED_KEYS", str(tmp_path / "keys"))
     reload()
     process = copy_of(self_tests)
     unsloth.clear_cache()
-    assert process.known(one, ON_H200) is None
-    assert unsloth.load_cached_config(one.cubin_sha256.hex()) is None
+    assert process.recorded(first, ON_H200) is None
+    assert unsloth.load_cached_config(first.cubin_sha256.hex()) is None
     keep(other, process)
     assert process.is_wrong(other, ON_H200)
     assert files() == before

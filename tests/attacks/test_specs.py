@@ -1,4 +1,4 @@
-"""What is given as models, made to take all time and memory: one clear error, soon."""
+"""Model lists that are built to take all time and memory: one clear error, soon."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def refused(*values: str) -> str:
 
 def test_millions_of_shards_of_one_line() -> None:
     degrees = ",".join(map(str, range(1, 4097)))
-    told = refused(f"{SHAPE} tp={degrees} ep={degrees}")
-    assert "16,777,216 shards of one spec (4096 of tp x 4096 of ep), wanted at most 1024" in told
+    message = refused(f"{SHAPE} tp={degrees} ep={degrees}")
+    assert "16,777,216 shards of one spec (4096 of tp x 4096 of ep), wanted at most 1024" in message
 
 
 def test_shards_of_very_many_lines(tmp_path: Path) -> None:
@@ -40,9 +40,9 @@ def test_shards_of_very_many_lines(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_hundred_thousand_wrong_lines(tmp_path: Path) -> None:
     (tmp_path / "models.txt").write_text("Qwen/Qwen3-30B-A3B-nope tp=x\n" * 100_000)
-    told = refused(str(tmp_path / "models.txt")).split("\n")
-    assert told[0] == f"{MAX_MISTAKES} mistakes in what to build for:"
-    assert told[-1] == f"(the {100_000 - MAX_MISTAKES // 2:,} lines after these were not looked at)"
+    message = refused(str(tmp_path / "models.txt")).split("\n")
+    assert message[0] == f"{MAX_MISTAKES} mistakes in what to build for:"
+    assert message[-1] == f"(the {100_000 - MAX_MISTAKES // 2:,} lines after these were not looked at)"
 
 
 def test_mistakes_of_one_line_are_many(tmp_path: Path) -> None:
@@ -59,9 +59,9 @@ def test_a_value_of_a_million_characters(word: str) -> None:
 def test_a_list_of_a_million_widths(tmp_path: Path) -> None:
     config = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 1024}
     (tmp_path / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": list(range(1, 400_000))}))
-    told = refused(str(tmp_path / "config.json"))
-    assert "differs between layers (1, 2, 3, " in told
-    assert "and 399,979 more); give each as a spec of its own" in told
+    message = refused(str(tmp_path / "config.json"))
+    assert "differs between layers (1, 2, 3, " in message
+    assert "and 399,979 more); give each as a spec of its own" in message
 
 
 def quantised(folder: Path, *patterns: str) -> str:
@@ -75,14 +75,14 @@ def quantised(folder: Path, *patterns: str) -> str:
 
 @pytest.mark.parametrize("pattern", ["re:(.*)*!", "re:(a|b|.)*(a|b|.)*!", "re:" + ".*" * 30 + "!"])
 def test_a_regular_expression_that_never_ends(tmp_path: Path, pattern: str) -> None:
-    told = refused(quantised(tmp_path, "re:.*lm_head", pattern))
-    assert f"quantization_config: {json.dumps(pattern)[:60]} is no regular expression that pretuned matches" in told
+    message = refused(quantised(tmp_path, "re:.*lm_head", pattern))
+    assert f"quantization_config: {json.dumps(pattern)[:60]} is no regular expression that pretuned matches" in message
 
 
 def test_very_many_exclusions(tmp_path: Path) -> None:
-    """As many as experts are listed; more are refused, and so are many globs."""
+    """As many exclusions as experts are read; more are refused, and so are many globs."""
     load_models([quantised(tmp_path, *(f"model.layers.{i % 48}.mlp.experts.{i}.w1" for i in range(100_000)))])
-    told = refused(quantised(tmp_path, *(f"layers.{i}" for i in range(300_000))))
-    assert "300,000 names of what is not quantised, the limit is 262,144" in told
-    told = refused(quantised(tmp_path, *(f"*experts.{i}*" for i in range(20_000))))
-    assert "20,000 patterns of what is not quantised, the limit is 16,384" in told
+    message = refused(quantised(tmp_path, *(f"layers.{i}" for i in range(300_000))))
+    assert "300,000 names of what is not quantised, the limit is 262,144" in message
+    message = refused(quantised(tmp_path, *(f"*experts.{i}*" for i in range(20_000))))
+    assert "20,000 patterns of what is not quantised, the limit is 16,384" in message

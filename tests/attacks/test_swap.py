@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 def swapped(path: Path, in_place: bool, pin: str | None, rounds: int) -> tuple[int, int]:
-    """How often a load of a file that is swapped all the time gave a whole bundle, and was refused.
+    """Return how often a load of a file that is swapped all the time gave a whole bundle, and how often an error.
 
     AssertionError where it gave anything else.
     """

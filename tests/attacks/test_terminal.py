@@ -22,7 +22,7 @@ NAMES = ["a\x1b[31mb", "a\x1b]0;owned\x07b", "a\nforged: b", "a\rb", "a\u202eb",
 
 
 def raw(text: str) -> set[str]:
-    """What of a text a terminal would act on."""
+    """Return the characters of a text that a terminal would act on."""
     return {letter for letter in text if not letter.isprintable() and letter != "\n"}
 
 

@@ -31,7 +31,7 @@ def umask() -> Iterator[None]:
 
 
 def writable_by_all(place: Path) -> list[str]:
-    return [str(one) for one in [place, *place.rglob("*")] if one.stat().st_mode & 0o002]
+    return [str(path) for path in [place, *place.rglob("*")] if path.stat().st_mode & 0o002]
 
 
 def test_what_a_build_makes_is_loaded(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_what_a_build_makes_is_loaded(tmp_path: Path) -> None:
     with held(out, notes.append):
         publish(out / "b.msgpack", GOLDEN.read_bytes())
     assert writable_by_all(tmp_path / "made") == []
-    assert {one.stat().st_mode & 0o777 for one in (out, out.parent, out.parent.parent)} == {0o755}
+    assert {path.stat().st_mode & 0o777 for path in (out, out.parent, out.parent.parent)} == {0o755}
     open_bundle(out / "b.msgpack").close()
     assert notes == []
 
@@ -65,7 +65,7 @@ def test_locks_journals_and_caches(tmp_path: Path) -> None:
     cache.put(spec, 90, Compiled(variant, bundle.cubin(0)))
     assert cache.trouble == ""
     make_folder(tmp_path / "g" / "h")
-    assert sum(map(len, (writable_by_all(tmp_path / one) for one in "aceg"))) == 0
+    assert sum(map(len, (writable_by_all(tmp_path / name) for name in "aceg"))) == 0
 
 
 def test_a_folder_where_a_file_is(tmp_path: Path) -> None:

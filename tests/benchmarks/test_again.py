@@ -1,4 +1,4 @@
-"""What is told of cells that were measured twice."""
+"""The report of cells that were measured twice."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def part(path: Path, lines: int) -> Path:
 
 def test_the_second_times_are_reported_by_what_the_first_duel_said(tool: ModuleType, tmp_path: Path) -> None:
     journal = read_journal(part(tmp_path / "some.journal", 3000))
-    with_duel = (one for one in journal.records if isinstance(one, Measured) and one.duel)
-    first = next(one for one in with_duel if max(time.time_ns for time in one.timings) < LONG_NS)
+    with_duel = (record for record in journal.records if isinstance(record, Measured) and record.duel)
+    first = next(record for record in with_duel if max(time.time_ns for time in record.timings) < LONG_NS)
     assert first.duel is not None
     took = {first.duel.challenger: (900, 900), first.duel.modelled: (1000, 1000)}
-    timings = tuple(one._replace(ns=took.get(one.variant, one.ns)) for one in first.timings)
+    timings = tuple(timing._replace(ns=took.get(timing.variant, timing.ns)) for timing in first.timings)
     after = replace(journal, records=(replace(first, timings=timings),))
     for ratio, band, word in (
         (0.97, 0.01, "won"),
@@ -49,8 +49,8 @@ def test_the_second_times_are_reported_by_what_the_first_duel_said(tool: ModuleT
         before = replace(journal, records=(replace(first, duel=replace(first.duel, ratio=ratio, band=band)),))
         assert list(tool.second_times(before, after)) == [(False, word, 0.9)]
     assert not list(tool.second_times(before, before))  # not measured again
-    slow = tuple(one._replace(ns=(2 * LONG_NS, 2 * LONG_NS)) for one in first.timings)
-    assert [one[0] for one in tool.second_times(replace(before, records=(replace(first, timings=slow),)), after)] == [
+    slow = tuple(timing._replace(ns=(2 * LONG_NS, 2 * LONG_NS)) for timing in first.timings)
+    assert [time[0] for time in tool.second_times(replace(before, records=(replace(first, timings=slow),)), after)] == [
         True
     ]
 

@@ -19,12 +19,12 @@ def tool() -> ModuleType:
 
 
 def test_calls_are_made_in_their_modes(tool: ModuleType) -> None:
-    found = {}
+    results = {}
     for format in ("bf16", "fp8_block"):
         for name, block in tool.modes(format).items():
             call = tool.within(block, lambda: torch.tensor(1.0 if snapshot().invariance is None else 2.0))
-            found[format, name] = float(call())
-    assert found == {
+            results[format, name] = float(call())
+    assert results == {
         ("bf16", "free"): 1.0,
         ("bf16", "mode"): 2.0,
         ("fp8_block", "free"): 1.0,

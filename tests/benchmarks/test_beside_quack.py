@@ -103,14 +103,14 @@ class Product:
         self.shared = shared  # the storages that A and B may lie in
 
     def gemm(
-        self, A, B, D, C, counter, tile_M, tile_N, cluster_M, cluster_N, *, tile_K, is_dynamic_persistent, **given
+        self, A, B, D, C, counter, tile_M, tile_N, cluster_M, cluster_N, *, tile_K, is_dynamic_persistent, **kwargs
     ):
         assert C is None
         assert (counter is not None) == is_dynamic_persistent
         assert {A.untyped_storage().data_ptr(), B.untyped_storage().data_ptr()} <= self.shared
-        (name,) = (name for name in given if name.startswith("cu_seqlens"))
-        assert given[name].dtype is torch.int32
-        offsets = given[name].tolist()
+        (name,) = (name for name in kwargs if name.startswith("cu_seqlens"))
+        assert kwargs[name].dtype is torch.int32
+        offsets = kwargs[name].tolist()
         if tile_M == 64:
             raise ValueError("a tile too low")
         for g, (start, end) in enumerate(itertools.pairwise(offsets)):

@@ -63,16 +63,16 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> object:
     folder.mkdir(parents=True)
     for name, text in UTILS.items():
         (folder / name).write_text(text)
-    made = object.__new__(w4a16.Marlin)
-    made.names = w4a16.orders(place)
-    return made
+    marlin = object.__new__(w4a16.Marlin)
+    marlin.names = w4a16.orders(place)
+    return marlin
 
 
 @pytest.mark.parametrize(
     "format", ["mxfp4", "mxfp8", "int4_g32", "int4_g128", "int4_g128_zp", "fp8_block", "fp8_channel"]
 )
 def test_ours_is_measured_and_what_fails_is_reported(tool: ModuleType, format: str) -> None:
-    one = product(tool, format)
+    gemm = product(tool, format)
 
     def refuses(cell: object) -> dict[str, object]:
         raise RuntimeError("no such\n  shape")
@@ -80,15 +80,15 @@ def test_ours_is_measured_and_what_fails_is_reported(tool: ModuleType, format: s
     def fails(cell: object) -> dict[str, object]:
         return {"b": lambda: torch.ones(2, 2) @ torch.ones(3, 3)}
 
-    made = {"ours": tool.ours(Path(), one, [16]), "a": refuses, "b": fails}
-    found = tool.measured(tool.Cell(one, 16), made, HostClock())
-    assert found["us"].keys() == found["error"].keys() == {"ours"}
-    assert found["us"]["ours"] > 0
-    assert found["error"]["ours"] < (3e-2 if format.startswith("fp8") else 5e-3)
-    assert found["failed"].keys() == {"a", "b"}
-    assert found["failed"]["a"] == "RuntimeError: no such shape"
-    assert json.loads(json.dumps(found))["format"] == format
-    warm = tool.measured(tool.Cell(one, 16), made, None)
+    kernels = {"ours": tool.ours(Path(), gemm, [16]), "a": refuses, "b": fails}
+    row = tool.measured(tool.Cell(gemm, 16), kernels, HostClock())
+    assert row["us"].keys() == row["error"].keys() == {"ours"}
+    assert row["us"]["ours"] > 0
+    assert row["error"]["ours"] < (3e-2 if format.startswith("fp8") else 5e-3)
+    assert row["failed"].keys() == {"a", "b"}
+    assert row["failed"]["a"] == "RuntimeError: no such shape"
+    assert json.loads(json.dumps(row))["format"] == format
+    warm = tool.measured(tool.Cell(gemm, 16), kernels, None)
     assert (warm["us"], warm["error"]) == ({}, {})
 
 
@@ -104,7 +104,7 @@ def test_an_error_is_of_the_products_own_weights(tool: ModuleType) -> None:
             number = torch.cat((table, -table))[unpack(codes).long()]
             scale = torch.exp2(scale.float() - 127)
         w = number * scale.float().repeat_interleave(cell.product.group, 2)
-        y = torch.cat([x.float() @ one.T for x, one in zip(cell.x.split(cell.m_sizes.tolist()), w, strict=True)])
+        y = torch.cat([x.float() @ matrix.T for x, matrix in zip(cell.x.split(cell.m_sizes.tolist()), w, strict=True)])
         assert cell.error(y, of_codes=False) < 1e-6
         assert 0.9 < cell.error(torch.zeros_like(y), of_codes=False) <= 1
 
@@ -126,20 +126,20 @@ def test_marlins_weights_of_8_bits_are_tiles_in_vllms_order(theirs: object) -> N
     codes = torch.randint(0, 127, (E, N, K), dtype=torch.uint8)
     words = theirs.codes(codes.view(torch.float8_e4m3fn))
     assert (words.shape, words.dtype) == ((E, K // 16, 4 * N), torch.int32)
-    found = words.view(torch.uint8).reshape(E, K // 16, N // 64, 1024)
+    result = words.view(torch.uint8).reshape(E, K // 16, N // 64, 1024)
     for e, k, n in ((0, 0, 0), (0, 17, 70), (1, 63, 127), (1, 40, 5)):
         inside = (n % 64) // 16 * 256 + (k % 16) * 16 + n % 16
-        assert found[e, k // 16, n // 64, 1023 - inside] == codes[e, n, k]
+        assert result[e, k // 16, n // 64, 1023 - inside] == codes[e, n, k]
 
 
 def test_marlins_scales_are_in_vllms_order(theirs: object) -> None:
     exponents = torch.randint(119, 124, (2, 64, 4), dtype=torch.uint8)
-    found = theirs.scales(exponents, 128, 32)
-    assert found.dtype is torch.float8_e8m0fnu
-    assert torch.equal(found.view(torch.uint8), exponents.transpose(1, 2).flip(2))
+    tensor = theirs.scales(exponents, 128, 32)
+    assert tensor.dtype is torch.float8_e8m0fnu
+    assert torch.equal(tensor.view(torch.uint8), exponents.transpose(1, 2).flip(2))
     scale = torch.rand(2, 128, 3).bfloat16()
-    found = theirs.scales(scale, 384, 128)
-    assert torch.equal(found.view(2, 3, 2, 64), scale.transpose(1, 2).reshape(2, 3, 2, 64).flip(3))
+    tensor = theirs.scales(scale, 384, 128)
+    assert torch.equal(tensor.view(2, 3, 2, 64), scale.transpose(1, 2).reshape(2, 3, 2, 64).flip(3))
 
 
 def test_marlins_zero_points_are_in_vllms_order(theirs: object) -> None:
@@ -217,19 +217,19 @@ def test_marlin_is_called_as_vllm_calls_it(
 
     kinds = SimpleNamespace(float4_e2m1f=SimpleNamespace(id=4), uint4b8=SimpleNamespace(id=8))
     asked: list[tuple[object, ...]] = []
-    theirs.gemm, theirs.types = lambda *given: asked.append(given), kinds
+    theirs.gemm, theirs.types = lambda *args: asked.append(args), kinds
     monkeypatch.setattr(w4a16, "Marlin", lambda _place, **_: theirs)
-    one = product(tool, "mxfp4", N=192, K=192)
-    cell = tool.Cell(one, 16)
-    ((name, call),) = w4a16.marlin(Path(), one, [16])(cell).items()
+    gemm = product(tool, "mxfp4", N=192, K=192)
+    cell = tool.Cell(gemm, 16)
+    ((name, call),) = w4a16.marlin(Path(), gemm, [16])(cell).items()
     assert call().shape == (32, 192)
     assert name == "marlin (padded to 256 x 256)"
-    (given,) = asked
-    assert [tuple(given[at].shape) for at in (0, 1, 2, 4)] == [(32, 256), (32, 256), (4, 16, 512), (4, 8, 256)]
-    assert torch.equal(given[0][:, :192], cell.x)
-    assert not given[0][:, 192:].any()
-    assert given[15:] == (16, 1, False, 4, 32, 256, 256, True, False, True, False, -1, -1, -1)  # 8 rows an expert
-    slots, experts, total = given[11:14]
+    (arguments,) = asked
+    assert [tuple(arguments[at].shape) for at in (0, 1, 2, 4)] == [(32, 256), (32, 256), (4, 16, 512), (4, 8, 256)]
+    assert torch.equal(arguments[0][:, :192], cell.x)
+    assert not arguments[0][:, 192:].any()
+    assert arguments[15:] == (16, 1, False, 4, 32, 256, 256, True, False, True, False, -1, -1, -1)  # 8 rows an expert
+    slots, experts, total = arguments[11:14]
     assert int(total) == len(slots) == 16 * len(experts)
 
 
@@ -239,17 +239,17 @@ def test_marlin_has_zero_points_where_vllm_passes_them(
     from benchmarks.peers import w4a16
 
     asked: list[tuple[object, ...]] = []
-    theirs.gemm, theirs.types = lambda *given: asked.append(given), SimpleNamespace(uint4=SimpleNamespace(id=5))
+    theirs.gemm, theirs.types = lambda *args: asked.append(args), SimpleNamespace(uint4=SimpleNamespace(id=5))
     monkeypatch.setattr(w4a16, "Marlin", lambda _place, **_: theirs)
-    one = product(tool, "int4_g128_zp")
-    ((name, call),) = w4a16.marlin(Path(), one, [16])(tool.Cell(one, 16)).items()
+    gemm = product(tool, "int4_g128_zp")
+    ((name, call),) = w4a16.marlin(Path(), gemm, [16])(tool.Cell(gemm, 16)).items()
     call()
-    (given,) = asked
+    (arguments,) = asked
     assert name == "marlin"
-    assert torch.equal(given[7], theirs.zeros(one.zero))  # b_qzeros of moe_wna16_marlin_gemm
-    assert [at for at, one in enumerate(given) if one is None] == [3, 5, 6, 8, 9]
-    assert given[18] == 5
-    assert given[25] is False  # is_zp_float
+    assert torch.equal(arguments[7], theirs.zeros(gemm.zero))  # b_qzeros of moe_wna16_marlin_gemm
+    assert [at for at, argument in enumerate(arguments) if argument is None] == [3, 5, 6, 8, 9]
+    assert arguments[18] == 5
+    assert arguments[25] is False  # is_zp_float
 
 
 def test_a_library_that_is_absent_is_reported_in_every_cell(
@@ -261,13 +261,13 @@ def test_a_library_that_is_absent_is_reported_in_every_cell(
     monkeypatch.setattr(sys, "path", [*sys.path])
     rows: list[dict[str, object]] = []
     asked = ["--vllm", str(tmp_path), "--out", "o", "--formats", "int4_g32", "--tokens", "1,16", "--peers", "marlin"]
-    given = tool.arguments(asked)
-    assert tool.measure(given, rows.append) == 0
-    assert [one["tokens"] for one in rows] == [1, 16]
-    assert all(one["us"].keys() == {"ours"} and one["failed"].keys() == {"marlin"} for one in rows)
+    options = tool.arguments(asked)
+    assert tool.measure(options, rows.append) == 0
+    assert [row["tokens"] for row in rows] == [1, 16]
+    assert all(row["us"].keys() == {"ours"} and row["failed"].keys() == {"marlin"} for row in rows)
     rows.clear()
-    given.budget = -1.0
-    assert tool.measure(given, rows.append) == 0
+    options.budget = -1.0
+    assert tool.measure(options, rows.append) == 0
     assert rows == []
 
 
@@ -278,7 +278,7 @@ def test_the_table(tool: ModuleType) -> None:
             "model": format[-3:],
             "gemm": gemm,
             "tokens": tokens,
-            "us": {name.replace("_", " "): one for name, one in us.items()},
+            "us": {name.replace("_", " "): time_us for name, time_us in us.items()},
         }
 
     padded = {"marlin (padded to 3072 x 2944)": 400.0, "ours": 100.0}
@@ -303,8 +303,8 @@ def test_the_table(tool: ModuleType) -> None:
 
 
 def test_what_is_asked_for(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    given = tool.arguments(["--vllm", ".", "--out", "o", "--formats", "int4_g128,mxfp4", "--models", "gpt-oss-20b"])
-    assert tool.pairs(given) == [("mxfp4", "gpt-oss-20b")]
+    options = tool.arguments(["--vllm", ".", "--out", "o", "--formats", "int4_g128,mxfp4", "--models", "gpt-oss-20b"])
+    assert tool.pairs(options) == [("mxfp4", "gpt-oss-20b")]
     for wrong, said in (
         (["--formats", "int3"], "'int3' is none of mxfp4, fp8_block"),
         (["--peers", "x"], "'x' is none of codes"),
@@ -343,6 +343,6 @@ def test_recent_models_are_measured_where_they_are_asked_for(tool: ModuleType) -
         ("mxfp4", "kimi-k3-ep8"),
         ("fp8_block", "glm-5.3-flash"),
     ]
-    found = list(tool.products(["mxfp4"], ["v4-pro-ep8"]))
-    assert [(one.E, one.N, one.K) for one in found] == [(48, 6144, 7168), (48, 7168, 3072)]
-    assert {one.model for one in tool.products(["mxfp4"])} == {"gpt-oss-20b", "gpt-oss-120b"}
+    products = list(tool.products(["mxfp4"], ["v4-pro-ep8"]))
+    assert [(product.E, product.N, product.K) for product in products] == [(48, 6144, 7168), (48, 7168, 3072)]
+    assert {product.model for product in tool.products(["mxfp4"])} == {"gpt-oss-20b", "gpt-oss-120b"}

@@ -66,7 +66,7 @@ def test_a_run_is_tested(tools):
 
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12), block=st.sampled_from([16, 32, 64]))
 def test_every_row_is_in_a_block_of_its_expert(tools, sizes, block):
-    """As moe_align_block_size has it: blocks of one expert each, filled up with M, then blocks of none."""
+    """Blocks are like moe_align_block_size's: of one expert each, filled up with M, then blocks of no expert."""
     _, _, kernels = tools
     M, E = sum(sizes), len(sizes)
     slots, experts, padded = kernels.assignment(torch.tensor(sizes, dtype=torch.int32), M, block)
@@ -79,10 +79,10 @@ def test_every_row_is_in_a_block_of_its_expert(tools, sizes, block):
     used = padded.item()
     assert used == sum(-(-n // block) * block for n in sizes) <= len(slots)
     assert slots.dtype is experts.dtype is padded.dtype is torch.int32
-    assert [one for one in slots.tolist() if one < M] == list(range(M))
+    assert [slot for slot in slots.tolist() if slot < M] == list(range(M))
     assert (slots[used:] == M).all()
     for number, expert in enumerate(experts[: used // block].tolist()):
-        here = [one for one in slots[number * block : (number + 1) * block].tolist() if one < M]
+        here = [slot for slot in slots[number * block : (number + 1) * block].tolist() if slot < M]
         assert here
         assert {owner[row] for row in here} == {expert}
     assert len(experts) == -(-len(slots) // block)
@@ -177,11 +177,11 @@ def test_vllms_kernel_is_for_the_forward_alone_and_gradients_begin_at_1024(tools
         triton_kernels=lambda op, _inputs: op,
     )
     inputs = SimpleNamespace(w=torch.empty(4, 6, 8))
-    made = {
+    built = {
         op: {name: make() for name, make in script.calls(theirs, op, inputs, 3, 2, 16).items()} for op in script.OPS
     }
-    assert made["forward"] == {"triton_kernels": "forward", "vllm heuristic": (4, 6, 8, 3, 2, 16)}
-    assert (made["dX"], made["dW"]) == ({"triton_kernels": "dX"}, {"triton_kernels": "dW"})
+    assert built["forward"] == {"triton_kernels": "forward", "vllm heuristic": (4, 6, 8, 3, 2, 16)}
+    assert (built["dX"], built["dW"]) == ({"triton_kernels": "dX"}, {"triton_kernels": "dW"})
     asked = SimpleNamespace(op=["forward", "dW"], tokens=[16, 1024])
     assert script.few(asked) == [("forward", 16)]
     assert script.many(asked) == [("forward", 1024), ("dW", 1024)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from made import ON_H100, ON_H200, snapshot
+from small_bundles import ON_H100, ON_H200, snapshot
 
 from pretuned.aot.choose.candidates import read_candidates
 from pretuned.artifacts.records import Op
@@ -19,17 +19,17 @@ def test_torch_runs_what_it_was_faster_for(tmp_path: Path) -> None:
     from benchmarks.speed.by_torch import CELLS, built
 
     built(CELLS, read_candidates(BUNDLE), JOURNAL, tmp_path / "a.msgpack")
-    found = snapshot(tmp_path)
+    bundle_set = snapshot(tmp_path)
     by_torch = set()
     for problem, buckets in CELLS.items():
         for M in buckets:
-            ran, elsewhere = decide(found, problem, M, ON_H100), decide(found, problem, M, ON_H200)
+            ran, elsewhere = decide(bundle_set, problem, M, ON_H100), decide(bundle_set, problem, M, ON_H200)
             assert isinstance(ran, Decision)
             assert isinstance(elsewhere, Decision)
             assert elsewhere.chosen.torch_us is None
             if ran.chosen.torch_us is not None:
                 by_torch.add((problem.op, problem.K, M))
                 assert ran.chosen.torch_us < ran.chosen.time_us
-                assert examine(found, problem, M, ON_H100, aligned=True).runs == "torch"
+                assert examine(bundle_set, problem, M, ON_H100, aligned=True).runs == "torch"
     large = {(Op.FORWARD, problem.K, 65536) for problem in CELLS}
     assert by_torch == {*large, (Op.FORWARD, 4104, 8192), (Op.FORWARD, 2056, 8192), (Op.DX, 1448, 65536)}

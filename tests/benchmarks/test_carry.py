@@ -33,11 +33,11 @@ def test_it_comes_back_without_what_stays_behind(tool: ModuleType, tmp_path: Pat
     from benchmarks.peers import fatbin
 
     wheel, packages = tmp_path / "vllm-0.20.2-cp38-abi3-any.whl", tmp_path / "site"
-    with zipfile.ZipFile(wheel, "w") as given:
-        given.writestr("vllm/__init__.py", "import one")
-        given.writestr("vllm/_C.abi3.so", extension)
-        given.writestr("vllm/cumem_allocator.abi3.so", b"\x7fELF\x02\x01".ljust(64, b"\0") + b"no code of a GPU")
-        given.writestr("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", extension)
+    with zipfile.ZipFile(wheel, "w") as archive_file:
+        archive_file.writestr("vllm/__init__.py", "import one")
+        archive_file.writestr("vllm/_C.abi3.so", extension)
+        archive_file.writestr("vllm/cumem_allocator.abi3.so", b"\x7fELF\x02\x01".ljust(64, b"\0") + b"no code of a GPU")
+        archive_file.writestr("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", extension)
     (packages / "one" / "__pycache__").mkdir(parents=True)
     (packages / "one" / "__init__.py").write_text("1")
     (packages / "one" / "__pycache__" / "x.pyc").write_text("")
@@ -46,7 +46,7 @@ def test_it_comes_back_without_what_stays_behind(tool: ModuleType, tmp_path: Pat
     with tarfile.open(out) as archive:
         assert not [name for name in archive.getnames() if "flash" in name or "pyc" in name]
     assert tool.main(["unpack", str(out), "--to", str(there)]) == 0
-    assert sorted(str(one.relative_to(there)) for one in there.rglob("*") if one.is_file()) == [
+    assert sorted(str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()) == [
         "libzstd.so.1",
         "packages/one/__init__.py",
         "vllm/_C.abi3.so",
@@ -55,8 +55,10 @@ def test_it_comes_back_without_what_stays_behind(tool: ModuleType, tmp_path: Pat
     ]
     back = (there / "vllm/_C.abi3.so").read_bytes()
     zstd = fatbin.Zstd()
-    found = [[one.unpressed(zstd).payload for one in fatbin.elements(back, at)] for at in fatbin.containers(back)]
-    assert found == [[b"kernel 90" * 400], []]
+    payloads = [
+        [element.unpressed(zstd).payload for element in fatbin.elements(back, at)] for at in fatbin.containers(back)
+    ]
+    assert payloads == [[b"kernel 90" * 400], []]
     assert len(back) == len(extension)
 
 

@@ -36,12 +36,12 @@ WHOLE = [BEGUN, f"cubin {A} rows 0.1", f"cubin {B} weight 1.5", END, "========= 
         ([BEGUN, f"cubin {A} rows", f"cubin {B} weight", *STOPPED], "A"),
         ([BEGUN, f"cubin {A} rows", f"cubin {B} weight", "=========", *STOPPED], "A"),
         ([BEGUN, f"cubin {A} rows", f"cubin {B} rows", "x.msgpack: variant 1, rows: nan", f"cubin {C} rows", ""], "A"),
-        ([BEGUN, *(f"cubin {one} rows" for one in (A, B, C)), LIMIT, f"cubin {D} rows", "4 cubins on"], "A"),
+        ([BEGUN, *(f"cubin {digest} rows" for digest in (A, B, C)), LIMIT, f"cubin {D} rows", "4 cubins on"], "A"),
     ],
     ids=["to the end", "without the tool", "stopped", "stopped after a report", "wrong", "at racecheck's limit"],
 )
 def test_which_cubins_were_seen(lines, names):
-    assert set(seen_cubins.seen(lines)) == {{"A": A, "B": B, "C": C}[one] for one in names}
+    assert set(seen_cubins.seen(lines)) == {{"A": A, "B": B, "C": C}[name] for name in names}
 
 
 @pytest.mark.parametrize("lines", [WHOLE, [*WHOLE[:3], *STOPPED]], ids=["to the end", "stopped"])
@@ -70,11 +70,11 @@ def test_a_program_that_ended_of_itself(after):
 
 
 def test_the_list_is_added_to_where_nothing_is_wrong(tmp_path):
-    listed, told = tmp_path / "seen.txt", tmp_path / "memory.txt"
+    listed, memory_log = tmp_path / "seen.txt", tmp_path / "memory.txt"
     listed.write_text(f"{C[:16]} rows\n")
-    command = [sys.executable, HERE / "checked.py", told, "--seen", listed]
+    command = [sys.executable, HERE / "checked.py", memory_log, "--seen", listed]
     for wrong in (True, False):
-        told.write_text("\n".join(WHOLE[:3] + ["========= Invalid read"] * wrong + STOPPED))
+        memory_log.write_text("\n".join(WHOLE[:3] + ["========= Invalid read"] * wrong + STOPPED))
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         assert ended.returncode == wrong, ended.stderr
         assert (A[:16] in listed.read_text()) is not wrong

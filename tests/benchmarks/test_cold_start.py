@@ -48,10 +48,10 @@ def test_ready_inputs_import_nothing_of_pretuned() -> None:
 @pytest.mark.parametrize("name", ["pretuned_bf16", "pretuned_fp8", "pretuned_mxfp4", "torch"])
 def test_steps_are_timed_and_each_call_is_tested(tool: ModuleType, libraries: ModuleType, name: str) -> None:
     library = libraries.LIBRARIES[name](None)
-    found = tool.steps(library, tool.work(library, [1, 16], tool.TINY, "cpu"), lambda: None)
-    assert len(found["calls_s"]) == len(found["errors"]) == 4
-    assert found["seconds"] == pytest.approx(found["import_s"] + found["compile_s"] + sum(found["calls_s"]), abs=1e-4)
-    assert not found["wrong"]
+    times = tool.steps(library, tool.work(library, [1, 16], tool.TINY, "cpu"), lambda: None)
+    assert len(times["calls_s"]) == len(times["errors"]) == 4
+    assert times["seconds"] == pytest.approx(times["import_s"] + times["compile_s"] + sum(times["calls_s"]), abs=1e-4)
+    assert not times["wrong"]
 
 
 def test_a_wrong_result_is_reported(tool: ModuleType, libraries: ModuleType) -> None:
@@ -85,8 +85,8 @@ def test_what_a_library_compiles_at_once_counts(
 
     monkeypatch.setattr(tool.time, "perf_counter", lambda: now[0])
     library = Slow(None)
-    found = tool.steps(library, tool.work(library, [2], tool.TINY, "cpu"), lambda: None)
-    assert (found["seconds"], found["prepare_s"]) == (1001, 20)
+    times = tool.steps(library, tool.work(library, [2], tool.TINY, "cpu"), lambda: None)
+    assert (times["seconds"], times["prepare_s"]) == (1001, 20)
 
 
 def measured(
@@ -95,7 +95,7 @@ def measured(
     """A report, and each process: its library, and the folder of its caches."""
     now, ran = [0.0], []
 
-    def one_process(given: Any, name: str, caches: Path, seconds: float) -> dict[str, Any]:
+    def one_process(options: Any, name: str, caches: Path, seconds: float) -> dict[str, Any]:
         now[0] += takes
         ran.append((name, caches))
         if name == fails:
@@ -104,8 +104,8 @@ def measured(
 
     monkeypatch.setattr(tool, "one_process", one_process)
     monkeypatch.setattr(tool.time, "monotonic", lambda: now[0])
-    given = tool.arguments(["--json", str(tmp_path / "c.json"), *words])
-    return tool.measure(given, {"gpu": "NVIDIA H100 80GB HBM3"}), ran
+    options = tool.arguments(["--json", str(tmp_path / "c.json"), *words])
+    return tool.measure(options, {"gpu": "NVIDIA H100 80GB HBM3"}), ran
 
 
 def test_each_library_has_empty_caches_and_then_the_same_ones(
@@ -151,8 +151,8 @@ def test_a_process_has_folders_of_its_own(tool: ModuleType, monkeypatch: pytest.
         return "it ended"
 
     monkeypatch.setattr(tool, "child", child)
-    given = tool.arguments(["--json", "c.json"])
-    assert tool.one_process(given, "torch", tmp_path / "a", 9.0)["failed"] == "it ended"
+    options = tool.arguments(["--json", "c.json"])
+    assert tool.one_process(options, "torch", tmp_path / "a", 9.0)["failed"] == "it ended"
     for variable in ("HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "DG_JIT_CACHE_DIR", "HUMMING_CACHE_DIR"):
         assert Path(seen[variable]).parent == tmp_path / "a"
         assert not any(Path(seen[variable]).iterdir())
@@ -202,14 +202,14 @@ def test_it_is_written_into_the_pages(tool: ModuleType, tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong, told in (
+    for wrong, message in (
         (["--json", "c", "--libraries", "cutlass"], "'cutlass' is none of"),
         ([], "--json is needed"),
         (["--json", "c", "--vllm", "."], "no folder vllm"),
     ):
         with pytest.raises(SystemExit):
             tool.arguments(wrong)
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,5 +218,5 @@ def test_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(draw["cold"].__globals__, "RESULTS", Path(__file__).parent)
     monkeypatch.setitem(draw["cold"].__globals__, "read", lambda name: REPORT)
     svg = draw["cold"]().svg()
-    assert all(f">{one} s<" in svg for one in ("0.25", "0.018", "3.51", "19.4", "4.86"))
+    assert all(f">{seconds} s<" in svg for seconds in ("0.25", "0.018", "3.51", "19.4", "4.86"))
     assert svg.count('class="ours"') == 4

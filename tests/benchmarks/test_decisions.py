@@ -18,8 +18,8 @@ def test_the_decisions_of_a_sample_are_those_of_its_file() -> None:
     assert len(answers) > 5000
     assert sum(answer is not None for answer in answers) > 1000
     names = {key.partition(" | ")[0] for key in reference}
-    found = decisions.dump(decisions.gpus(all_chips=False), only=names)
-    cells = {key: found.get(key, {}) for key in reference}
+    decided = decisions.dump(decisions.gpus(all_chips=False), only=names)
+    cells = {key: decided.get(key, {}) for key in reference}
     assert decisions.differences(cells, reference) == []
 
 

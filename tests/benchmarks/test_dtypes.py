@@ -77,16 +77,16 @@ def test_the_precision_is_as_it_was_afterwards(tool: ModuleType) -> None:
 
 
 def test_the_verdict_tells_a_slow_dtype_and_a_wrong_result(tool: ModuleType) -> None:
-    def told(cells: list[dict[str, Any]]) -> list[str]:
+    def outcomes(cells: list[dict[str, Any]]) -> list[str]:
         return tool.verdict(cells, tool.summary(cells))
 
-    assert told([cell(EQUAL, EQUAL, RIGHT)]) == []
-    assert told([cell(EQUAL | {"fp16": 10.2, "tf32": 10.9, "fp32": 20.0}, EQUAL, RIGHT)]) == []
-    (slow,) = told([cell(EQUAL | {"fp16": 10.4}, EQUAL, RIGHT)])
+    assert outcomes([cell(EQUAL, EQUAL, RIGHT)]) == []
+    assert outcomes([cell(EQUAL | {"fp16": 10.2, "tf32": 10.9, "fp32": 20.0}, EQUAL, RIGHT)]) == []
+    (slow,) = outcomes([cell(EQUAL | {"fp16": 10.4}, EQUAL, RIGHT)])
     assert slow == "fp16 x bf16 (all): 0.962, wanted at least 0.971"
-    (slow,) = told([cell(EQUAL | {"tf32": 11.2}, EQUAL, RIGHT)])
+    (slow,) = outcomes([cell(EQUAL | {"tf32": 11.2}, EQUAL, RIGHT)])
     assert slow.startswith("tf32 x loop (T >= 1024): 0.893")
-    (wrong,) = told([cell(EQUAL, EQUAL, RIGHT | {"fp32": 3e-4})])
+    (wrong,) = outcomes([cell(EQUAL, EQUAL, RIGHT | {"fp32": 3e-4})])
     assert wrong == "one down dX T=1024 fp32: error 3.00e-04, wanted below 1.00e-05"
     without = cell(EQUAL, EQUAL, RIGHT)
     del without["dtypes"]["fp32"]  # left out: the other cell's counts

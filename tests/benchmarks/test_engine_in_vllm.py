@@ -20,32 +20,34 @@ def tool() -> ModuleType:
 
 
 def test_what_is_asked_for(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    given = tool.arguments(["--json", "o.json", "--cases", "1x16+8,4x64+1"])
-    assert given.cases == [(1, 16, 8), (4, 64, 1)]
-    assert given.modes == list(tool.MODES)
+    options = tool.arguments(["--json", "o.json", "--cases", "1x16+8,4x64+1"])
+    assert options.cases == [(1, 16, 8), (4, 64, 1)]
+    assert options.modes == list(tool.MODES)
     wrong = (
         (["--cases", "16"], "'16' is not of the form 1x128+128"),
         (["--modes", "fast"], "'fast' is none of"),
         (["--vllm", "."], "no folder vllm"),
     )
-    for words, told in wrong:
+    for words, message in wrong:
         with pytest.raises(SystemExit):
             tool.arguments(["--json", "o.json", *words])
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_the_engine_has_room_for_every_case(tool: ModuleType, tmp_path: Path) -> None:
-    given = tool.arguments(["--json", "o.json", "--cases", "200x128+128,4x2048+1", "--layers", "3", "--modes", "eager"])
-    given.models = ["gpt-oss-20b"]
-    found = tool.settings(given, tmp_path)
+    options = tool.arguments(
+        ["--json", "o.json", "--cases", "200x128+128,4x2048+1", "--layers", "3", "--modes", "eager"]
+    )
+    options.models = ["gpt-oss-20b"]
+    settings = tool.settings(options, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["layer_types"] == [
         "sliding_attention",
         "full_attention",
         "sliding_attention",
     ]
-    given.models = ["qwen3-30b"]
-    found = tool.settings(given, tmp_path)
-    assert (found["max_model_len"], found["max_num_seqs"], found["enforce_eager"]) == (2065, 200, True)
+    options.models = ["qwen3-30b"]
+    settings = tool.settings(options, tmp_path)
+    assert (settings["max_model_len"], settings["max_num_seqs"], settings["enforce_eager"]) == (2065, 200, True)
     assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 3
 
 
@@ -58,7 +60,7 @@ def test_new_tokens_count_and_the_prompt_s_where_one_is_made(tool: ModuleType, m
 
 def test_lines_are_kept_when_an_engine_takes_handlers_away(tool: ModuleType) -> None:
     log = logging.getLogger("vllm.pretuned")
-    lines = tool.told()
+    lines = tool.logged_lines()
     log.handlers.clear()
     log.warning("runs %d", 3)
     log.filters.clear()
@@ -79,7 +81,7 @@ def measured(
 
     folders: dict[str, Path] = {}
 
-    def one_run(given: Any, model: str, mode: str, side: str, caches: Path, left: float) -> dict[str, Any]:
+    def one_run(options: Any, model: str, mode: str, side: str, caches: Path, left: float) -> dict[str, Any]:
         now[0] += takes
         assert folders.setdefault(side, caches) == caches  # of one round
         why = {"stopped": "Error:\nno compiler"} if mode in stops else {"tokens_per_s": {"1x16+8": 1.0}}
@@ -89,8 +91,8 @@ def measured(
 
     monkeypatch.setattr(tool, "one_run", one_run)
     monkeypatch.setattr(tool.time, "monotonic", lambda: now[0])
-    given = tool.arguments(["--json", str(tmp_path / "o.json"), "--seconds", str(seconds), "--models", models])
-    runs = tool.measure(given)
+    options = tool.arguments(["--json", str(tmp_path / "o.json"), "--seconds", str(seconds), "--models", models])
+    runs = tool.measure(options)
     report = json.loads((tmp_path / "o.json").read_text())
     assert (report["runs"], report["torch"]) == (runs, "2")
     assert report["command"].startswith("python ")
@@ -103,19 +105,19 @@ def test_sides_take_turns_in_the_first_mode_that_runs(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     turns = [("graphs", "without", True), ("graphs", "with", True)] * 2
-    found = measured(tool, monkeypatch, tmp_path, ("compiled",), 1000, 50)
-    assert found == [("compiled", "without", False), *turns]
+    row = measured(tool, monkeypatch, tmp_path, ("compiled",), 1000, 50)
+    assert row == [("compiled", "without", False), *turns]
 
 
 def test_no_run_begins_that_would_not_end(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = measured(tool, monkeypatch, tmp_path, (), 250, 100)
-    assert found == [("compiled", "without", True), ("compiled", "with", True)]
+    row = measured(tool, monkeypatch, tmp_path, (), 250, 100)
+    assert row == [("compiled", "without", True), ("compiled", "with", True)]
 
 
 def test_each_model_has_its_time(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tool.tempfile, "TemporaryDirectory", lambda: contextlib.nullcontext(str(tmp_path)))
-    found = measured(tool, monkeypatch, tmp_path, (), 450, 100, "qwen3-30b-fp8,gpt-oss-20b")
-    assert len(found) == 8
+    row = measured(tool, monkeypatch, tmp_path, (), 450, 100, "qwen3-30b-fp8,gpt-oss-20b")
+    assert len(row) == 8
 
 
 def test_ranks_share_a_port_and_their_speeds_add_up(tool: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""What benchmarks inside an engine share: finding one, and processes that end in their time."""
+"""Helpers of benchmarks inside an engine: finding one, and processes that end in their time."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_an_engine_goes_before_what_is_installed_and_its_packages_behind(
 def test_a_library_that_was_cut_answers_no(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     tool.stand_in("cut_off", "cut_off.interface")
-    one = importlib.import_module("cut_off.interface")
-    assert one.is_version_supported(3) is False
-    assert not hasattr(one, "__wrapped__")
+    module = importlib.import_module("cut_off.interface")
+    assert module.is_version_supported(3) is False
+    assert not hasattr(module, "__wrapped__")
 
 
 @pytest.mark.slow
@@ -51,14 +51,14 @@ def test_a_process_ends_in_its_time_with_all_that_it_started(
         "open(os.environ['TOLD'], 'w').write(str(other.pid))\n"
         "time.sleep(60)\n"
     )
-    told = tmp_path / "pid"
+    pid_file = tmp_path / "pid"
     monkeypatch.setattr(tool, "RUN", run)
     assert tool.child(["well"], 30) == ""
     assert tool.child(["badly"], 30) == "its process ended with 3"
     begun = time.monotonic()
-    assert tool.child(["never"], 2, {"TOLD": str(told)}).startswith("it took over ")
+    assert tool.child(["never"], 2, {"TOLD": str(pid_file)}).startswith("it took over ")
     assert time.monotonic() - begun < 20
-    other = Path(f"/proc/{told.read_text()}/stat")
+    other = Path(f"/proc/{pid_file.read_text()}/stat")
     state = ""
     while time.monotonic() - begun < 20 and state not in ("gone", "Z", "X"):  # it was killed, and needs a core to end
         try:

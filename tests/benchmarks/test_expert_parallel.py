@@ -28,10 +28,10 @@ def test_an_eighth_of_the_slots_is_there_and_is_the_compact_calls(kind: Kind, T:
 def test_the_calls_are_one_layer(format: DType | None) -> None:
     kind = Kind("small", 64, 128, 128, 4, format, "swiglu_oai", True)
     weights = expert_parallel.weights_of(kind, "cpu")
-    assert all(len(one.shape) < 3 or one.shape[0] == 8 for one in weights.values())
+    assert all(len(weight.shape) < 3 or weight.shape[0] == 8 for weight in weights.values())
     calls = expert_parallel.calls_of(kind, weights, 16, "cpu")
-    for one in (calls.hint, calls.none, calls.single):
-        assert expert_parallel.difference(calls, one) < expert_parallel.MAX_DIFFERENCE
+    for call in (calls.hint, calls.none, calls.single):
+        assert expert_parallel.difference(calls, call) < expert_parallel.MAX_DIFFERENCE
     assert calls.hint().shape == (16, 128)
 
 

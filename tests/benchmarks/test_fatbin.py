@@ -20,7 +20,7 @@ def codes(tool: ModuleType, data: bytes) -> list[list[tuple[int, int, bytes]]]:
     """Kind, capability and code of each element, by container."""
     zstd = tool.Zstd()
     return [
-        [(one.kind, one.arch, one.unpressed(zstd).payload) for one in tool.elements(data, where)]
+        [(element.kind, element.arch, element.unpressed(zstd).payload) for element in tool.elements(data, where)]
         for where in tool.containers(data)
     ]
 
@@ -47,7 +47,9 @@ def test_one_capability_s_code_comes_back(tool: ModuleType) -> None:
         [(CUBIN, 90, own)],
         [(CUBIN, 90, own), (CUBIN, 90, new)],
     ]
-    assert [one.start for one in tool.containers(back)] == [one.start for one in tool.containers(data)]
+    assert [container.start for container in tool.containers(back)] == [
+        container.start for container in tool.containers(data)
+    ]
     where = tool.section(data)
     assert (back[: where.start], back[where.stop :]) == (data[: where.start], data[where.stop :])
 

@@ -20,7 +20,7 @@ def test_each_way_to_find_a_bundle_is_timed(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, RUN, "found", "--runs", "1", "--out", out], capture_output=True, text=True, check=True
     )
-    told = json.loads(out.read_text())
+    report = json.loads(out.read_text())
     for way in ("file", "directory", "installed", "modelled"):
-        assert 0 < told[way]["least"] <= told[way]["ms"]
+        assert 0 < report[way]["least"] <= report[way]["ms"]
         assert f"{way} " in done.stdout

@@ -30,9 +30,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_products_are_those_of_quantised_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     for least in (0, fp8_products.LEAST):  # dW of codes, and of bf16
         monkeypatch.setattr(fp8_products, "LEAST", least)
-        found = check_products(1, 512, 768)
-        assert all(found[name] < MAX_PRODUCT for name in ("y", "dx", "dw"))
-        assert (found["dw_beside_bf16"] > 10 * MAX_PRODUCT) == (not least)
+        result = check_products(1, 512, 768)
+        assert all(result[name] < MAX_PRODUCT for name in ("y", "dx", "dw"))
+        assert (result["dw_beside_bf16"] > 10 * MAX_PRODUCT) == (not least)
     monkeypatch.setattr(fp8_training, "quantised", lambda w: w.detach().float())
     assert check_products(1, 512, 768)["y"] > 10 * MAX_PRODUCT
 

@@ -25,15 +25,15 @@ def cell(us: float, torch_us: float | None = None, config: str = "a") -> dict[st
 
 
 def test_the_sample_is_fixed_and_of_all_ops_forms_and_formats(guard: ModuleType) -> None:
-    found = guard.sample()
-    names = sorted(map(guard.name_of, found))
+    cells = guard.sample()
+    names = sorted(map(guard.name_of, cells))
     assert len(names) == len(set(names)) == guard.CELLS
-    assert {one.op for one, _ in found} == set(Op)
-    assert {one.layout for one, _ in found} == {Layout.NK, Layout.KN}
-    assert {one.dtype.value for one, _ in found} == {"bf16", "mxfp4", "fp8_block", "fp8_block_a16", "int4_g128"}
+    assert {problem.op for problem, _ in cells} == set(Op)
+    assert {problem.layout for problem, _ in cells} == {Layout.NK, Layout.KN}
+    assert {problem.dtype.value for problem, _ in cells} == {"bf16", "mxfp4", "fp8_block", "fp8_block_a16", "int4_g128"}
     forms = {Fusion.NONE, Fusion.GATHER, Fusion.SCATTER, Fusion.SILU, Fusion.SILU | Fusion.GATHER}
-    assert {one.fusion for one, _ in found} == forms
-    assert len({M for _, M in found}) > 10
+    assert {problem.fusion for problem, _ in cells} == forms
+    assert len({M for _, M in cells}) > 10
     # Another digest is another sample: the records in benchmarks/results are then to be made anew.
     assert hashlib.sha256("\n".join(names).encode()).hexdigest()[:16] == "934822642549d291"
 

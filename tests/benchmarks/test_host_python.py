@@ -1,4 +1,4 @@
-"""What Python takes of calls: by plans, as it is told."""
+"""Python calls of repeated calls, by plans, as the benchmark prints them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_each_call_has_its_times(
         "torch_mm",
         "torch_mm_autograd_and_backward",
     ]
-    assert all(0 < one["least"] <= one["median"] for one in calls.values())
+    assert all(0 < call["least"] <= call["median"] for call in calls.values())
     assert "layer_autograd_and_backward" in capsys.readouterr().out
 
 
@@ -50,18 +50,18 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 def entered(call: Callable[[], object]) -> list[str]:
     """The Python functions that a call runs, in order, without the emulated driver's own."""
-    found: list[str] = []
+    lines: list[str] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and Path(frame.f_code.co_filename).name != "emulated_driver.py":
-            found.append(frame.f_code.co_name)
+            lines.append(frame.f_code.co_name)
 
     sys.setprofile(note)
     try:
         call()
     finally:
         sys.setprofile(None)
-    return found
+    return lines
 
 
 def test_all_but_the_first_calls_are_replayed(tool: ModuleType) -> None:
@@ -81,11 +81,11 @@ def test_a_replay_makes_few_calls_in_python(tool: ModuleType, monkeypatch: pytes
 
     monkeypatch.setattr(hooks, "blocks", False)
     most = {"call": 10, "gather": 10, "scatter_weight": 11, "autograd": 15, "layer": 64, "layer_autograd": 73}
-    found: dict[str, list[str]] = {key: [] for key in most}
+    results: dict[str, list[str]] = {key: [] for key in most}
     with tool.made_up_gpu(SUPPORT):
         for name, call in tool.calls().items():
             if name in most:
                 for _ in range(3):
                     call()
-                found[name] = entered(call)
-    assert not {name: found[name] for name in most if not 0 < len(found[name]) <= most[name]}
+                results[name] = entered(call)
+    assert not {name: results[name] for name in most if not 0 < len(results[name]) <= most[name]}

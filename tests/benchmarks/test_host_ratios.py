@@ -1,4 +1,4 @@
-"""What is made of batches: ratios, their draws, and what fails."""
+"""Statistics of batches: ratios, their draws, and failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def pair(factor: float, torchs: float = 1.0) -> Pair:
     old = [10.0, 40.0, 12.0]
     return {
         "old": {"call": old, "torch_mm": old},
-        "new": {"call": [one * factor for one in old], "torch_mm": [one * torchs for one in old]},
+        "new": {"call": [time * factor for time in old], "torch_mm": [time * torchs for time in old]},
     }
 
 
@@ -25,15 +25,15 @@ def test_a_ratio_is_the_median_of_adjacent_batches() -> None:
     assert (row.medians, row.least) == pytest.approx((1.2, 1.1))
     low, high = row.interval()
     assert (low, high) == pytest.approx((1.1, 1.3))
-    told = row.told()
-    assert (told["ratio"], told["low"], told["high"]) == (1.2, 1.1, 1.3)
+    line = row.as_dict()
+    assert (line["ratio"], line["low"], line["high"]) == (1.2, 1.1, 1.3)
     assert host_ratios.rows([pair(1.1), pair(1.2), pair(1.3)])["call"] == row  # the same draws
 
 
 def test_of_one_pair_no_interval_is_known(capsys: pytest.CaptureFixture[str]) -> None:
-    told = host_ratios.rows([pair(0.9)])["call"].told()
-    assert (told["ratio"], told["low"], told["high"]) == (0.9, None, None)
-    assert host_ratios.told([pair(0.9)], 1.03) == []
+    line = host_ratios.rows([pair(0.9)])["call"].as_dict()
+    assert (line["ratio"], line["low"], line["high"]) == (0.9, None, None)
+    assert host_ratios.show([pair(0.9)], 1.03) == []
     assert "not shown to be within 1.03" in capsys.readouterr().out
 
 
@@ -44,11 +44,11 @@ def test_means_are_of_ours_and_of_torchs_apart(capsys: pytest.CaptureFixture[str
     both = host_ratios.mean(list(calls.values()))
     assert both.ratio == pytest.approx((1.1 * 0.98) ** 0.5)
     assert both.interval() == pytest.approx((both.ratio, both.ratio))
-    host_ratios.told([pair(1.1, 0.98)], 1.2)
+    host_ratios.show([pair(1.1, 0.98)], 1.2)
     assert "torch's ratios are off 1 by 2.0% (root mean square), at most 2.0%" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("factor", "slower"), [(1.02, []), (1.04, ["call"])])
 def test_which_are_slower(factor: float, slower: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert host_ratios.told([pair(factor, 1.5)] * 2, 1.03) == slower  # torch's is no fault of ours
+    assert host_ratios.show([pair(factor, 1.5)] * 2, 1.03) == slower  # torch's is no fault of ours
     assert "not shown" not in capsys.readouterr().out

@@ -72,9 +72,9 @@ def test_no_call_that_was_measured_takes_over_3_percent_more_than_before_the_rep
     report = json.loads((RESULTS / "host-trees-h100.json").read_text())
     ratios = report["ratios"]
     assert len(ratios) == 17
-    for name, one in ratios.items():
-        assert one["low"] <= one["ratio"] <= one["high"] < 1.03, name
-    mine = [one["ratio"] for name, one in ratios.items() if not name.startswith("torch")]
+    for name, ratio in ratios.items():
+        assert ratio["low"] <= ratio["ratio"] <= ratio["high"] < 1.03, name
+    mine = [ratio["ratio"] for name, ratio in ratios.items() if not name.startswith("torch")]
     assert statistics.geometric_mean(mine) < 0.97
     assert all(
         work["launches"] == report["work"]["old"][name]["launches"] for name, work in report["work"]["new"].items()

@@ -45,8 +45,8 @@ def started(tmp_path: Path) -> Callable[..., Process]:
 
 def test_batches_are_old_new_new_old_and_one_at_a_time(started: Callable[..., Process]) -> None:
     with host_turns.running(started) as two:
-        for one in two.values():
-            one.answer()
+        for process in two.values():
+            process.answer()
         turns = host_turns.pair(two, ["sum", "shout"], 3)
     trees = ["old", "new", "new", "old", "old", "new"]
     assert [(turn.tree, turn.call) for turn in turns] == [(tree, call) for call in ("sum", "shout") for tree in trees]
@@ -60,8 +60,8 @@ def test_calls_take_turns_and_trees_begin_equally_often(
 ) -> None:
     monkeypatch.setattr(host_turns, "VISIT", 1)
     with host_turns.running(started) as two:
-        for one in two.values():
-            one.answer()
+        for process in two.values():
+            process.answer()
         turns = host_turns.pair(two, ["sum", "shout"], 2)
     assert [(turn.call, turn.tree) for turn in turns] == [
         ("sum", "old"),
@@ -80,13 +80,13 @@ def test_both_of_a_pair_have_its_hash_seed_its_cores_and_their_own_path(
 ) -> None:
     pinned = host_turns.cores(1)
     with host_turns.running(lambda tree: started(tree, pinned=pinned)) as two:
-        old, new = (one.answer()["about"] for one in two.values())
+        old, new = (process.answer()["about"] for process in two.values())
     assert old["seed"] == new["seed"]
     assert old["cores"] == new["cores"] == pinned
     assert str(tmp_path / "old") in old["path"]
     assert str(tmp_path / "new") in new["path"]
-    with host_turns.running(lambda tree: started(tree, seed=4), ("old",)) as one:
-        assert one["old"].answer()["about"]["seed"] != old["seed"]
+    with host_turns.running(lambda tree: started(tree, seed=4), ("old",)) as processes:
+        assert processes["old"].answer()["about"]["seed"] != old["seed"]
 
 
 def test_cores_are_of_those_allowed() -> None:
@@ -97,24 +97,24 @@ def test_cores_are_of_those_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "message"),
     [
         ("import sys; sys.exit('no such module')", "ended with 1. Its stderr ends with\n  no such module"),
         ("import time; time.sleep(60)", "gave no answer in 0.5 s"),
         ("import os; os.kill(os.getpid(), 9)", "ended with -9"),
     ],
 )
-def test_one_that_does_not_start_is_reported(started: Callable[..., Process], script: str, told: str) -> None:
+def test_one_that_does_not_start_is_reported(started: Callable[..., Process], script: str, message: str) -> None:
     seconds = 0.5 if "sleep" in script else 60
-    with host_turns.running(lambda tree: started(tree, script), ("old",)) as one, pytest.raises(Ended) as error:
-        one["old"].answer(seconds)
-    assert f"the process of the old tree {told}" in str(error.value)
+    with host_turns.running(lambda tree: started(tree, script), ("old",)) as processes, pytest.raises(Ended) as error:
+        processes["old"].answer(seconds)
+    assert f"the process of the old tree {message}" in str(error.value)
 
 
 def test_one_that_dies_in_a_batch_is_reported_with_the_end_of_its_stderr(started: Callable[..., Process]) -> None:
     with host_turns.running(started) as two:
-        for one in two.values():
-            one.answer()
+        for process in two.values():
+            process.answer()
         with pytest.raises(Ended, match=r"(?s)the process of the old tree ended with 1\..*ValueError: it is too late$"):
             host_turns.pair(two, ["fail"], 1)
         with pytest.raises(Ended):
@@ -146,7 +146,7 @@ os.kill(os.getpid(), 9)
 
 
 def running(pid: int) -> bool:
-    """Whether it is there, and not only waits to be reaped."""
+    """Return True if a process runs, and does not only wait to be reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

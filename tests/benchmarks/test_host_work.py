@@ -1,4 +1,4 @@
-"""What a call launches and which operators of torch it takes."""
+"""Launches of a call, and the torch operators that it uses."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def test_launches_and_operators_of_one_call_are_counted(capsys: pytest.CaptureFi
     new = host_work.work({"call": (twice, 50)}, launched, lambda: None)
     assert (old["call"]["launches"], new["call"]["launches"]) == (1, 2)
     assert (old["call"]["operators"]["aten::mm"], new["call"]["operators"]["aten::mm"]) == (1, 2)
-    host_work.told({"old": old, "new": new})
+    host_work.show({"old": old, "new": new})
     out = capsys.readouterr().out
     assert "    aten::mm: 1, 2\n" in out
-    host_work.told({"old": old, "new": old})
+    host_work.show({"old": old, "new": old})
     assert "aten::mm" not in capsys.readouterr().out
 
 
 def test_launches_that_nothing_notes_are_not_known(capsys: pytest.CaptureFixture[str]) -> None:
-    found = host_work.work({"call": (lambda: None, 1)}, None, lambda: None)
-    assert found["call"]["launches"] is None
-    host_work.told({"old": found, "new": found})
+    result = host_work.work({"call": (lambda: None, 1)}, None, lambda: None)
+    assert result["call"]["launches"] is None
+    host_work.show({"old": result, "new": result})
     assert "?, ?" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What benchmarks/speed/kernels.py times: ours and torch's call are the same product, w lying either way."""
+"""benchmarks/speed/kernels.py times the same product by our call and torch's, in both layouts of w."""
 
 from __future__ import annotations
 

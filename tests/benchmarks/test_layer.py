@@ -78,7 +78,7 @@ def test_every_recorded_command_names_a_benchmark() -> None:
     names = set(
         re.findall(r'Benchmark\(\s*"\w+",\s*"(\w+)"', (ROOT / "benchmarks" / "run.py").read_text(encoding="utf-8"))
     )
-    found = 0
+    count = 0
     results = ROOT / "benchmarks" / "results"
     for path in (*results.glob("*.json"), *results.glob("*.json.xz")):
         if path.name.startswith("sweep-"):
@@ -90,8 +90,8 @@ def test_every_recorded_command_names_a_benchmark() -> None:
             assert match, f"{path.name}: {report['command']}"
             assert match[1] in names, path.name
             assert "/root/" not in report["command"], path.name
-            found += 1
-    assert found > 50
+            count += 1
+    assert count > 50
 
 
 def test_a_tree_that_is_no_checkout_has_the_commit_that_is_named(

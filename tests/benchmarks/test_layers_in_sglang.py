@@ -22,11 +22,11 @@ def tool() -> ModuleType:
 
 
 def test_what_is_asked_for(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    given = tool.arguments(["--json", "o.json", "--tokens", "1,16"])
-    assert (given.kinds, given.tokens) == (["bf16", "fp8", "mxfp4", "int4"], [1, 16])
-    assert set(given.kinds) == set(tool.KINDS)
+    options = tool.arguments(["--json", "o.json", "--tokens", "1,16"])
+    assert (options.kinds, options.tokens) == (["bf16", "fp8", "mxfp4", "int4"], [1, 16])
+    assert set(options.kinds) == set(tool.KINDS)
     assert tool.arguments(["--json", "o.json", "--kinds", "mxfp4", "--sides", "marlin"]).sides == ["marlin"]
-    for wrong, told in (
+    for wrong, message in (
         (["--kinds", "fp3"], "'fp3' is none of bf16, fp8"),
         (["--sglang", "."], "no folder sglang"),
         (["--kinds", "mxfp4,fp8", "--sides", "marlin"], "'marlin' is none of fp8's: own, pretuned"),
@@ -35,7 +35,7 @@ def test_what_is_asked_for(tool: ModuleType, capsys: pytest.CaptureFixture[str])
     ):
         with pytest.raises(SystemExit):
             tool.arguments(["--json", "o.json", *wrong])
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_tokens_that_a_call_wrote_over_are_reported(tool: ModuleType) -> None:
@@ -73,9 +73,9 @@ def test_a_layer_without_a_tuned_configuration_is_reported(tool: ModuleType) -> 
 
 
 def test_no_layer_that_was_measured_costs_over_3_percent(tool: ModuleType) -> None:
-    """What the plug-in promises beside SGLang's choice, and what the page says of each cell."""
+    """The plug-in's promise compared with SGLang's choice, and the page's statement of each cell."""
     page = (RESULTS.parents[1] / "docs/use/serving-figures.md").read_text()
-    told = 0
+    calls = 0
     for cell in json.loads(lzma.decompress((RESULTS / "layers-in-sglang-h200.json.xz").read_bytes()))["cells"]:
         us, runner = cell["us"], cell["runners"]
         assert not cell["failed"]
@@ -84,8 +84,8 @@ def test_no_layer_that_was_measured_costs_over_3_percent(tool: ModuleType) -> No
             assert ratio > 0.97
             times = f"{us[tool.OWN]:,.1f} | {us[tool.OURS]:,.1f} | {ratio:.2f}"
             assert f"| {cell['tokens']:,} | {runner[tool.OWN]} | {times} |" in page
-            told += 1
-    assert told == 24
+            calls += 1
+    assert calls == 24
 
 
 @pytest.mark.slow
@@ -95,5 +95,5 @@ def test_a_process_that_fails_is_reported(tool: ModuleType, tmp_path: Path) -> N
     out = tmp_path / "cells.json"
     assert tool.main(["--sglang", str(tmp_path), "--json", str(out), "--kinds", "bf16,int4", "--tokens", "1"]) == 1
     cells = json.loads(out.read_text())["cells"]
-    assert [one["kind"] for one in cells] == ["bf16", "int4"]
-    assert all("sglang" in one["failed"]["all"] for one in cells)
+    assert [cell["kind"] for cell in cells] == ["bf16", "int4"]
+    assert all("sglang" in cell["failed"]["all"] for cell in cells)

@@ -23,21 +23,21 @@ def tool() -> ModuleType:
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, *, turned: bool = False) -> torch.nn.Parameter:
-    one = torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
-    one.is_transposed = turned
-    return one
+    parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+    parameter.is_transposed = turned
+    return parameter
 
 
 def test_every_backend_has_the_same_weights(tool: ModuleType) -> None:
     """One pads them, another has them turned: what the model has is the same."""
     E, H, I = 2, 64, 32  # noqa: E741
-    one = tool.Kind("m", E, H, I, 2, ())
+    kind_of_layer = tool.Kind("m", E, H, I, 2, ())
     plain, padded = parameter((E, 2 * I, H // 2), torch.uint8), parameter((E, 128, 64), torch.uint8)
     straight, turned = parameter((E, H, I // 8), torch.int32), parameter((E, I // 8, H), torch.int32, turned=True)
     for name, kind, pair in (("w13_weight", "mxfp4", (plain, padded)), ("w2_packed", "int4", (straight, turned))):
         for each in pair:
             torch.manual_seed(0)
-            tool.draw(name, each, kind, one)
+            tool.draw(name, each, kind, kind_of_layer)
     assert torch.equal(padded[:, : 2 * I, : H // 2], plain)
     assert not padded[:, 2 * I :].any()
     assert plain.float().std() > 10
@@ -62,7 +62,7 @@ def test_a_routing(tool: ModuleType) -> None:
 
 
 class Method:
-    """What vLLM calls a layer by. ``monolithic``: it chooses the experts."""
+    """A quantisation method through which vLLM calls a layer. ``monolithic``: it chooses the experts."""
 
     skip_forward_padding = False
 
@@ -89,36 +89,36 @@ class Router:
 
 def test_a_call_is_the_same_whoever_chooses_the_experts(tool: ModuleType) -> None:
     """And a layer that is padded has tokens that are, and gives back as many columns as they had."""
-    given = tool.routing(tool.Kind("m", 8, 64, 32, 2, ()), 5, "cpu")
+    routing = tool.routing(tool.Kind("m", 8, 64, 32, 2, ()), 5, "cpu")
     for hidden in (64, 128):
-        config, found = SimpleNamespace(hidden_dim=hidden), []
+        config, result = SimpleNamespace(hidden_dim=hidden), []
         for monolithic, routed in ((False, False), (False, True), (True, True)):
             method = Method(monolithic=monolithic)
             layer = SimpleNamespace(quant_method=method, moe_config=config, router=Router())
-            found.append(tool.call_of(layer, given, routed)())
-        assert found[0].shape == (5, 64)
-        for one in found[1:]:
-            torch.testing.assert_close(one, found[0])
+            result.append(tool.call_of(layer, routing, routed)())
+        assert result[0].shape == (5, 64)
+        for value in result[1:]:
+            torch.testing.assert_close(value, result[0])
 
 
 def test_what_is_asked_for(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "vllm" / "model_executor"
     place.mkdir(parents=True)
-    given = tool.arguments(["--vllm", str(tmp_path), "--json", "o.json", "--tokens", "1,16"])
-    assert (given.kinds, given.tokens) == (["bf16", "fp8", "mxfp4", "int4"], [1, 16])
-    given = tool.arguments(["--vllm", str(tmp_path), "--json", "o.json", "--kinds", "flagships"])
-    assert [tool.KINDS[kind].weights for kind in given.kinds] == ["mxfp4"] * 3 + ["fp8", "bf16"]
-    for wrong, told in ((["--kinds", "fp3"], "'fp3' is none of bf16, fp8"), (["--vllm", "."], "no folder vllm")):
+    options = tool.arguments(["--vllm", str(tmp_path), "--json", "o.json", "--tokens", "1,16"])
+    assert (options.kinds, options.tokens) == (["bf16", "fp8", "mxfp4", "int4"], [1, 16])
+    options = tool.arguments(["--vllm", str(tmp_path), "--json", "o.json", "--kinds", "flagships"])
+    assert [tool.KINDS[kind].weights for kind in options.kinds] == ["mxfp4"] * 3 + ["fp8", "bf16"]
+    for wrong, message in ((["--kinds", "fp3"], "'fp3' is none of bf16, fp8"), (["--vllm", "."], "no folder vllm")):
         with pytest.raises(SystemExit):
             tool.arguments(["--vllm", str(tmp_path), "--json", "o.json", *wrong])
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("weights", ["bf16", "fp8", "mxfp4"])
 def test_pretuneds_layer_without_vllm_has_the_weights_that_vllms_are_given(tool: ModuleType, weights: str) -> None:
     E, H, I = 4, 256, 128  # noqa: E741
-    one = tool._flagship("m", E, H, I, 2, weights)._replace(numbers=None)
-    direct, given = tool.Direct(one, "cpu"), tool.routing(one, 5, "cpu")
+    kind = tool._flagship("m", E, H, I, 2, weights)._replace(numbers=None)
+    direct, routed = tool.Direct(kind, "cpu"), tool.routing(kind, 5, "cpu")
     torch.manual_seed(0)
     dense = []
     for which, N, K in (("w13", 2 * I, H), ("w2", H, I)):
@@ -128,30 +128,30 @@ def test_pretuneds_layer_without_vllm_has_the_weights_that_vllms_are_given(tool:
             "mxfp4": ((N, K // 2), (N, K // 32)),
         }[weights]
         w = parameter((E, *wide), {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}.get(weights, torch.uint8))
-        tool.draw(f"{which}_weight", w, weights, one)
+        tool.draw(f"{which}_weight", w, weights, kind)
         if narrow is None:
             dense.append(w.data.float())
             continue
         scale = parameter((E, *narrow), torch.float32 if weights == "fp8" else torch.uint8)
-        tool.draw(f"{which}_weight_scale" + ("_inv" if weights == "fp8" else ""), scale, weights, one)
+        tool.draw(f"{which}_weight_scale" + ("_inv" if weights == "fp8" else ""), scale, weights, kind)
         make = ExpertWeights.fp8_block if weights == "fp8" else ExpertWeights.mxfp4
         dense.append(torch.stack([make(w.data, scale.data).dequantize(torch.float32, e) for e in range(E)]))
-    found, wanted = direct.call(given)(), torch.zeros(5, H)
+    got, wanted = direct.call(routed)(), torch.zeros(5, H)
     for t in range(5):
-        for weight, e in zip(given.weights[t], given.ids[t].long(), strict=True):
-            gate, up = (dense[0][e] @ given.x[t].float()).chunk(2)
+        for weight, e in zip(routed.weights[t], routed.ids[t].long(), strict=True):
+            gate, up = (dense[0][e] @ routed.x[t].float()).chunk(2)
             wanted[t] += weight * (dense[1][e] @ (torch.nn.functional.silu(gate) * up))
-    assert tool.distance(found, wanted) < (5e-2 if weights == "fp8" else 1e-2)
+    assert tool.distance(got, wanted) < (5e-2 if weights == "fp8" else 1e-2)
 
 
 def test_flagships_have_the_sizes_of_the_catalogue(tool: ModuleType) -> None:
-    known = {entry.id.partition("/")[2]: entry.layer for entry in catalogue().values()}
+    layers = {entry.id.partition("/")[2]: entry.layer for entry in catalogue().values()}
     checked = 0
-    for one in tool.KINDS.values():
-        name, _, ranks = one.model.partition(", ep=")
-        if one.is_flagship and name in known:
-            layer = known[name]
-            assert (one.E, one.H, one.I, one.top_k) == (layer.E // int(ranks or 1), layer.H, layer.I, layer.k)
+    for kind in tool.KINDS.values():
+        name, _, ranks = kind.model.partition(", ep=")
+        if kind.is_flagship and name in layers:
+            layer = layers[name]
+            assert (kind.E, kind.H, kind.I, kind.top_k) == (layer.E // int(ranks or 1), layer.H, layer.I, layer.k)
             checked += 1
     assert checked >= 4
 
@@ -161,8 +161,8 @@ def test_flagships_have_activations_that_pretuned_knows(tool: ModuleType) -> Non
 
     if not hasattr(runtime, "Activation"):
         pytest.skip("activations with numbers have not landed")
-    found = [str(tool.activation(tool.KINDS[kind])) for kind in tool.FLAGSHIPS]
-    assert [one.partition(" ")[0].partition(":")[0].partition("(")[0] for one in found] == [
+    activations = [str(tool.activation(tool.KINDS[kind])) for kind in tool.FLAGSHIPS]
+    assert [text.partition(" ")[0].partition(":")[0].partition("(")[0] for text in activations] == [
         "swiglu",
         "swiglu",
         "situ",
@@ -172,7 +172,7 @@ def test_flagships_have_activations_that_pretuned_knows(tool: ModuleType) -> Non
 
 
 def test_arguments_for_shared_experts_are_those_of_this_vllm(tool: ModuleType) -> None:
-    given = tool.routing(tool.Kind("m", 8, 64, 32, 2, ()), 5, "cpu")
+    routed = tool.routing(tool.Kind("m", 8, 64, 32, 2, ()), 5, "cpu")
     seen: list[dict[str, object]] = []
 
     class Newer(Method):
@@ -201,7 +201,7 @@ def test_arguments_for_shared_experts_are_those_of_this_vllm(tool: ModuleType) -
 
     for method in (Newer(monolithic=False), Ours(monolithic=False)):
         config = SimpleNamespace(hidden_dim=64)
-        tool.call_of(SimpleNamespace(quant_method=method, moe_config=config), given, routed=False)()
+        tool.call_of(SimpleNamespace(quant_method=method, moe_config=config), routed, routed=False)()
     assert seen == [{"shared": None, "ids": torch.int64}, {"shared_experts_input": None}]
 
 
@@ -214,13 +214,13 @@ def test_a_process_that_fails_is_reported_and_the_rest_goes_on(
     out = tmp_path / "cells.json"
     assert tool.main(["--vllm", str(tmp_path), "--json", str(out), "--kinds", "bf16,int4", "--tokens", "1"]) == 1
     cells = json.loads(out.read_text())["cells"]
-    assert [one["kind"] for one in cells] == ["bf16", "int4"]
-    assert all(one["failed"]["all"] for one in cells)
+    assert [cell["kind"] for cell in cells] == ["bf16", "int4"]
+    assert all(cell["failed"]["all"] for cell in cells)
     assert "can't open file" not in capfd.readouterr().err
 
 
 def test_no_layer_that_was_measured_costs_over_3_percent(tool: ModuleType) -> None:
-    """What the plug-in promises beside vLLM's choice."""
+    """The plug-in's promise compared with vLLM's choice."""
     beside = {}
     for path in sorted(RESULTS.glob("layers-in-vllm-*.json")):
         for cell in json.loads(path.read_text())["cells"]:

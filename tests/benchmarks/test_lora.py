@@ -21,4 +21,4 @@ def test_its_ways_agree(weights: str | None) -> None:
     (cell,) = json.loads(done.stdout)["cells"]
     also = {"codes", "dequantised"} if weights else set()
     assert set(cell["ms"]) == {"frozen", "ours", "torch", "whole"} | also
-    assert all(0 < one < 3e-2 for one in cell["difference_from_torch"].values())
+    assert all(0 < difference < 3e-2 for difference in cell["difference_from_torch"].values())

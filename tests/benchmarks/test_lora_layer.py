@@ -20,5 +20,5 @@ def test_its_ways_agree(model: str) -> None:
     assert done.returncode == 0, done.stderr
     (cell,) = json.loads(done.stdout)["cells"]
     assert set(cell["ms"]) == {"frozen", "ours", "whole", "grouped_mm"}
-    assert all(0 < one < 3e-2 for one in cell["difference_from_whole"].values())
+    assert all(0 < difference < 3e-2 for difference in cell["difference_from_whole"].values())
     assert "not its adapter alone" not in done.stderr

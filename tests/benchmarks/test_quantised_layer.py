@@ -17,12 +17,12 @@ from pretuned.artifacts.records import DType, RowOp
 def test_each_row_kernel_gets_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRETUNED_BUNDLES", str(tmp_path))
     monkeypatch.setenv("PRETUNED_DISABLE_SELF_TEST", "1")
-    one, two = RowOp.ACTIVATION_CODES, [RowOp.ACTIVATION, RowOp.QUANTIZE]
+    fused, two = RowOp.ACTIVATION_CODES, [RowOp.ACTIVATION, RowOp.QUANTIZE]
     with emulated(Device(tmp_path)) as gpu:
         gpu.computes = False
-        gpu.there = {one, *two}
+        gpu.there = {fused, *two}
         gpu.has(PERSISTENT, DType.BF16)
         for call in quantised_layer.passes(9, 256, "cpu")[0]:
             call()
-        assert gpu.passed == [one, *two, *two]
+        assert gpu.passed == [fused, *two, *two]
         assert all(each.words[name] for each in gpu.passes for name, kind in each.code.arguments if kind == "ptr")

@@ -1,4 +1,4 @@
-"""What racecheck told of three cubins that ship, and reports that are made up. No GPU is needed."""
+"""Reports of racecheck on three shipped cubins, and made-up reports. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import races  # noqa: E402
 
 TOLD = HERE.parent / "support" / "racecheck.txt"
 BUNDLE = HERE.parents[1] / "artifacts" / "bundles" / "candidates-sm90.msgpack.xz"
-CUBINS = dict(reversed(one.split()[1:]) for one in TOLD.read_text().splitlines() if one.startswith("cubin"))
+CUBINS = dict(reversed(line.split()[1:]) for line in TOLD.read_text().splitlines() if line.startswith("cubin"))
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +42,10 @@ def report(kernel, write, read, severity="Error"):
 
 @pytest.mark.slow
 def test_what_was_reported_has_an_order(shipped):
-    found = judged(shipped, TOLD.read_text().splitlines())
-    assert not found.wrong
-    assert found.cubins == set(CUBINS.values())
-    assert {(kind.kernel, kind.order) for kind in found.kinds} == {
+    result = judged(shipped, TOLD.read_text().splitlines())
+    assert not result.wrong
+    assert result.cubins == set(CUBINS.values())
+    assert {(kind.kernel, kind.order) for kind in result.kinds} == {
         ("weight", "the order of one warp's program"),
         *(
             (kernel, order)
@@ -53,7 +53,7 @@ def test_what_was_reported_has_an_order(shipped):
             for order in ("two mbarriers", "named barrier 1")
         ),
     }
-    assert found.kinds.total() == 18
+    assert result.kinds.total() == 18
 
 
 def test_each_order(shipped):
@@ -62,13 +62,15 @@ def test_each_order(shipped):
     assert code.order(0x7230, 0x280)[:2] == ("mbarrier 0x379e0 or its second", "mbarrier 0x379f0 or its second")
     assert code.order(0x150, 0x8AF0) == ("named barrier 1", "named barrier 1", "named barrier 1")
     passed = code.counts("0x1", 3)
-    assert [passed[code.at[one]] for one in (0x150, 0x8AF0, 0xA720)] == [{1}, {0}, {0}]
+    assert [passed[code.at[offset]] for offset in (0x150, 0x8AF0, 0xA720)] == [{1}, {0}, {0}]
 
 
 def test_a_kind_that_nobody_expects(shipped):
-    told = report("weight_specialized", 0x7230, 0x280)
-    assert not judged(shipped, told).wrong
-    assert "STS.128 LDS.128 two mbarriers, is not in expected_races.json" in judged(shipped, told, set()).wrong[0]
+    race_report = report("weight_specialized", 0x7230, 0x280)
+    assert not judged(shipped, race_report).wrong
+    assert (
+        "STS.128 LDS.128 two mbarriers, is not in expected_races.json" in judged(shipped, race_report, set()).wrong[0]
+    )
 
 
 def test_without_the_arrival_there_is_no_order(shipped):
@@ -83,8 +85,8 @@ def test_without_the_arrival_there_is_no_order(shipped):
         assert code.order(first, second)
         less = sass.Code("")
         less.ops = [
-            one._replace(name="NOP", operands="") if re.match(what, f"{one.name} {one.operands}") else one
-            for one in code.ops
+            op._replace(name="NOP", operands="") if re.match(what, f"{op.name} {op.operands}") else op
+            for op in code.ops
         ]
         assert less.ops != code.ops
         less.at, less.after, less.before = code.at, code.after, code.before
@@ -114,11 +116,11 @@ def test_offsets_that_are_no_such_accesses(shipped, write, read):
 
 
 def test_of_another_kernel(shipped):
-    told = report("weight_specialized", 0x7230, 0x280)
-    other = [f"cubin {CUBINS['weight']} weight", *told[1:]]
+    race_report = report("weight_specialized", 0x7230, 0x280)
+    other = [f"cubin {CUBINS['weight']} weight", *race_report[1:]]
     assert "no such accesses" in judged(shipped, other).wrong[0]
-    assert "no such accesses" in judged(shipped, told[1:]).wrong[0]
-    late = [told[0], *other]  # what is told of one cubin can come after the next one's name
+    assert "no such accesses" in judged(shipped, race_report[1:]).wrong[0]
+    late = [race_report[0], *other]  # what is told of one cubin can come after the next one's name
     assert not judged(shipped, late).wrong
 
 
@@ -138,22 +140,22 @@ BEGUN = "========= COMPUTE-SANITIZER"
 
 @pytest.mark.slow  # each access of a kernel with each; processes
 def test_a_list_of_those_seen_is_added_to_and_left_out(tmp_path):
-    listed, told = tmp_path / "seen.txt", tmp_path / "race.txt"
+    listed, race_log = tmp_path / "seen.txt", tmp_path / "race.txt"
     cubin, before = CUBINS["weight"], CUBINS["rows_w8a8"]
     listed.write_text(f"{before[:16]} rows_w8a8\n")
-    command = [sys.executable, HERE / "races.py", told, "--bundles", BUNDLE, "--seen", listed]
+    command = [sys.executable, HERE / "races.py", race_log, "--bundles", BUNDLE, "--seen", listed]
     for wrong in (True, False):
         end = ["========= Error: no device"] if wrong else []
-        told.write_text("\n".join([BEGUN, f"cubin {cubin} weight 0.1", f"cubin {A} rows 2.0", *end]))
+        race_log.write_text("\n".join([BEGUN, f"cubin {cubin} weight 0.1", f"cubin {A} rows 2.0", *end]))
         assert subprocess.run(command, capture_output=True, check=False).returncode == wrong
         assert (cubin[:16] in listed.read_text()) is not wrong
     assert listed.read_text().split() == [before[:16], "rows_w8a8", cubin[:16], "weight"]
     after = set(listed.read_text().split())
-    every, rest = (
-        {bundle.variant(i).cubin_sha256.hex() for bundle, i in prove_files.each_cubin([str(BUNDLE)], one)}
-        for one in ((), after)
+    whole, rest = (
+        {bundle.variant(i).cubin_sha256.hex() for bundle, i in prove_files.each_cubin([str(BUNDLE)], lines)}
+        for lines in ((), after)
     )
-    assert every - rest == {cubin, before}
+    assert whole - rest == {cubin, before}
 
 
 @pytest.mark.slow

@@ -12,19 +12,19 @@ RUN = BENCHMARKS / "run.py"
 
 
 def test_every_module_with_a_main_is_listed_with_what_it_needs() -> None:
-    told = runpy.run_path(str(RUN))
-    listed = {(one.folder, one.name) for one in told["BENCHMARKS"]}
+    module = runpy.run_path(str(RUN))
+    listed = {(benchmark.folder, benchmark.name) for benchmark in module["BENCHMARKS"]}
     there = {
         (path.parent.name, path.stem)
-        for folder in told["FOLDERS"]
+        for folder in module["FOLDERS"]
         for path in (BENCHMARKS / folder).glob("*.py")
         if "\ndef main(" in path.read_text()
     }
     assert listed == there
-    assert len(listed) == len(told["BENCHMARKS"])
-    assert all(one.question and one.needs for one in told["BENCHMARKS"])
+    assert len(listed) == len(module["BENCHMARKS"])
+    assert all(benchmark.question and benchmark.needs for benchmark in module["BENCHMARKS"])
     for name in ("kernels", "beside_quack", "shipped"):
-        assert f"  {name} " in told["listing"]()
+        assert f"  {name} " in module["listing"]()
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""What benchmarks/model/scaling.py tells of two runs."""
+"""The report of benchmarks/model/scaling.py on two runs."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def write(path: Path, scale: float, buckets: int) -> None:
 def test_side_by_side_the_same_variants_of_the_same_cells_are_compared(scaling, tmp_path: Path) -> None:
     write(tmp_path / "one", 1.0, 12)
     write(tmp_path / "all", 1.02, 10)
-    told = scaling.disturbance(tmp_path / "one", tmp_path / "all")
-    assert told == {"cells": 10, "median": 1.02, "p10": 1.02, "p90": 1.02}
+    disturbed = scaling.disturbance(tmp_path / "one", tmp_path / "all")
+    assert disturbed == {"cells": 10, "median": 1.02, "p10": 1.02, "p90": 1.02}
 
 
 def test_the_start_counts_where_it_is_asked_for(scaling) -> None:

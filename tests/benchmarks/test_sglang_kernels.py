@@ -46,11 +46,11 @@ def test_an_extension_for_another_torch_is_replaced(
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
     assert tool.stand_in() == tool.IN_ITS_PLACE
-    found = importlib.import_module("sgl_kernel")
-    assert all(getattr(found, name) is getattr(tool, name) for name in tool.IN_ITS_PLACE)
+    module = importlib.import_module("sgl_kernel")
+    assert all(getattr(module, name) is getattr(tool, name) for name in tool.IN_ITS_PLACE)
     assert importlib.import_module("sgl_kernel.scalar_type").scalar_types == "sgl_kernel.scalar_type"
     with pytest.raises(NotImplementedError, match=f"sgl_kernel.silu_and_mul: .* torch {torch.__version__[:4]}"):
-        found.silu_and_mul(torch.zeros(1))
+        module.silu_and_mul(torch.zeros(1))
 
 
 def test_an_extension_that_loads_stays(tool: ModuleType, modules: dict[str, ModuleType]) -> None:
@@ -96,7 +96,7 @@ def test_an_older_triton_has_what_is_asked_of_it(tool: ModuleType, monkeypatch: 
 def test_marlins_list_keeps_a_kinds_kernels(tool: ModuleType) -> None:
     text, gone = tool.fewer(MARLIN, "int4")
     assert gone == 4
-    assert [one.strip() for one in text.splitlines() if "GET_IF" in one and "define" not in one] == [
+    assert [line.strip() for line in text.splitlines() if "GET_IF" in line and "define" not in line] == [
         "_GET_IF(W_TYPE, 2, N_BLOCKS, K_BLOCKS, false, 2, NUM_THREADS, false)  \\",
         "COMMON_GET_IF(host::kU4B8)",
     ]
@@ -104,8 +104,8 @@ def test_marlins_list_keeps_a_kinds_kernels(tool: ModuleType) -> None:
 
 
 def test_sources_without_that_list_are_reported(tool: ModuleType, tmp_path: Path) -> None:
-    for one in ("marlin", "marlin_moe"):
-        (tmp_path / "gemm" / one).mkdir(parents=True)
+    for name in ("marlin", "marlin_moe"):
+        (tmp_path / "gemm" / name).mkdir(parents=True)
     (tmp_path / tool.MARLIN).write_text("void another();")
     with pytest.raises(ValueError, match=r"moe_wna16_marlin.cuh has no list .* COMMON_GET_IF"):
         tool.fewer_marlins(tmp_path, tmp_path / "copy", "int4")
@@ -151,4 +151,4 @@ def test_building_leaves_what_is_there_and_adds_the_rest(
         tool, "builders", lambda kind: [lambda: load({"bf16": "first", "fp8": "second"}.get(kind, "first"))]
     )
     assert set(tool.build(built, tmp_path / "sources")) == {"first", "second"}
-    assert [(built / one / f"{one}.so").read_text() for one in ("first", "second")] == ["old", "new"]
+    assert [(built / name / f"{name}.so").read_text() for name in ("first", "second")] == ["old", "new"]

@@ -1,4 +1,4 @@
-"""What the shipped set loses, of the bundle and the journal that are committed."""
+"""The time that the shipped set loses, by the committed bundle and journal."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def tool() -> ModuleType:
 def test_the_set_is_small_and_loses_next_to_nothing(tool: ModuleType) -> None:
     with open_bundle(BUNDLE) as bundle:
         assert len(bundle.gpus) == 2
-        told = tool.report(tool.of_gpu(bundle, H200, [FIRST]), read_journal(JOURNAL))
-    assert max(told["configs"].values()) <= 20  # of two builds, each of 16 at most
-    assert told["choices"] == 5606
-    for one, over in ((told["as_timed"], 0.01), (told["beyond_noise"], 0.005)):
-        assert one["mean_loss"] < 0.005
-        assert one["over_2_percent"] < over * told["choices"]
-        assert one["worst"][0][0] < 1.1
-    assert sum(row["choices"] for row in told["by_rows"]) == told["choices"]
-    assert all(row["mean_loss"] < 0.005 for row in told["by_rows"])
-    assert told["in_records"]["mean_loss"] < 0.001  # no clock comes in here
-    assert told["in_records"]["most"] < 1.1
-    assert told["beside_torch"] > 2500
-    assert len(told["behind_torch_by_over_3_percent"]) < 0.005 * told["beside_torch"]
+        report = tool.report(tool.of_gpu(bundle, H200, [FIRST]), read_journal(JOURNAL))
+    assert max(report["configs"].values()) <= 20  # of two builds, each of 16 at most
+    assert report["choices"] == 5606
+    for figures, over in ((report["as_timed"], 0.01), (report["beyond_noise"], 0.005)):
+        assert figures["mean_loss"] < 0.005
+        assert figures["over_2_percent"] < over * report["choices"]
+        assert figures["worst"][0][0] < 1.1
+    assert sum(row["choices"] for row in report["by_rows"]) == report["choices"]
+    assert all(row["mean_loss"] < 0.005 for row in report["by_rows"])
+    assert report["in_records"]["mean_loss"] < 0.001  # no clock comes in here
+    assert report["in_records"]["most"] < 1.1
+    assert report["beside_torch"] > 2500
+    assert len(report["behind_torch_by_over_3_percent"]) < 0.005 * report["beside_torch"]
 
 
 @pytest.mark.nightly
@@ -65,15 +65,15 @@ def test_what_a_kind_gains(tool: ModuleType) -> None:
     """Tiles that are fitted to the rows are for experts of 128 to 511; those in turns for dW of more."""
     with open_bundle(BUNDLE) as bundle:
         kinds = tool.kinds(tool.of_gpu(bundle, H200, [FIRST]), read_journal(JOURNAL))
-    told = {(one["kind"], one["op"], one["rows_from"]): one for one in kinds}
-    for one in told.values():
-        assert one["least"] <= one["gain"] <= one["most"]
-        assert one["kept"] >= max(1.0, one["gain"]) - 1e-9
+    by_kind = {(kind["kind"], kind["op"], kind["rows_from"]): kind for kind in kinds}
+    for figures in by_kind.values():
+        assert figures["least"] <= figures["gain"] <= figures["most"]
+        assert figures["kept"] >= max(1.0, figures["gain"]) - 1e-9
     for op in ("forward", "dX"):
-        assert told["fitted", op, 128.0]["kept"] > 1.03 > told["fitted", op, 1024.0]["kept"]
-        assert told["fitted", op, 128.0]["chosen"] > told["fitted", op, 128.0]["cells"] / 2
-    assert told["pingpong", "dW", 512.0]["gain"] > 1.05
-    assert told["streamed", "dW", 16.0]["gain"] > 1.03 > 1.0 > told["streamed", "dW", 128.0]["gain"]
+        assert by_kind["fitted", op, 128.0]["kept"] > 1.03 > by_kind["fitted", op, 1024.0]["kept"]
+        assert by_kind["fitted", op, 128.0]["chosen"] > by_kind["fitted", op, 128.0]["cells"] / 2
+    assert by_kind["pingpong", "dW", 512.0]["gain"] > 1.05
+    assert by_kind["streamed", "dW", 16.0]["gain"] > 1.03 > 1.0 > by_kind["streamed", "dW", 128.0]["gain"]
 
 
 def test_what_is_faster_by_noise_alone_is_not(tool: ModuleType) -> None:
@@ -99,19 +99,19 @@ def test_what_is_faster_by_noise_alone_is_not(tool: ModuleType) -> None:
 def test_json_has_it_all(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["shipped.py", str(BUNDLE), str(JOURNAL), "--json"])
     tool.main()
-    told = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     monkeypatch.setattr(sys, "argv", sys.argv[:-1])
     tool.main()
-    over = told["beyond_noise"]["over_2_percent"]
-    assert f"{told['choices']} choices, by more than noise: {over} take over 2 %" in capsys.readouterr().out
+    over = report["beyond_noise"]["over_2_percent"]
+    assert f"{report['choices']} choices, by more than noise: {over} take over 2 %" in capsys.readouterr().out
 
 
 def test_a_journal_of_other_cells_is_reported(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal = tmp_path / "some.journal"  # its first 2,000 of 69,000 records
-    with lzma.open(JOURNAL) as every:
-        journal.write_bytes(b"".join(itertools.islice(every, 2001)))
+    with lzma.open(JOURNAL) as packed:
+        journal.write_bytes(b"".join(itertools.islice(packed, 2001)))
     monkeypatch.setattr(sys, "argv", ["shipped.py", str(BUNDLE.with_name("catalogue-sm80.msgpack")), str(journal)])
     with pytest.raises(SystemExit, match="2"):
         tool.main()

@@ -1,4 +1,4 @@
-"""What the soak calls growth, by the counts of a real one. No GPU is needed."""
+"""Memory growth as the soak test defines it, by the counts of a real run. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def test_what_goes_up_and_down_is_no_growth():
 @pytest.mark.parametrize(("name", "each"), [("descriptors", 2), ("host", 10.0), ("gpu", 6.0)])
 def test_what_is_never_given_back_is_growth(name, each):
     """Of the least that each fails by: in ten tenths so much a tenth, beside all that goes up and down."""
-    leaks = [{**one, name: one[name] + each * i} for i, one in enumerate(TENTHS)]
+    leaks = [{**tenth, name: tenth[name] + each * i} for i, tenth in enumerate(TENTHS)]
     assert soak.grown(leaks)[name] > {**soak.MOST_MIB, "descriptors": soak.MOST_DESCRIPTORS}[name]

@@ -1,4 +1,4 @@
-"""What quantised products were to reach: the table in the page is of the files, and what is measured beside bounds."""
+"""Goals of quantised products: the page's table equals the files, and each time is compared with its bounds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_bound_is_of_the_fastest_reader_and_the_least_beside(tool: ModuleTyp
     column = limits.column("mxfp4", 1)
     assert column == [cells[0], cells[2]]
     assert limits.beside_us(column) == pytest.approx(6.0)  # of the other library's 8
-    assert [limits.bound_us(column)(one) for one in column] == pytest.approx([9.0, 8.0])
+    assert [limits.bound_us(column)(cell) for cell in column] == pytest.approx([9.0, 8.0])
 
 
 def test_bytes_are_those_of_the_experts_that_have_rows(tool: ModuleType) -> None:
@@ -70,12 +70,12 @@ def test_what_stands_beside_ours_runs(tool: ModuleType, tmp_path: Path) -> None:
     """Under Triton's interpreter, on the CPU; and its table."""
     done = warm.run(["-c", RUNS], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert list(found["us"]) == ["ours", *(f"read {one}" for one in (1, 2, 4, 8)), "nothing", "dense"]
-    assert not found["failed"]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert list(result["us"]) == ["ours", *(f"read {count}" for count in (1, 2, 4, 8)), "nothing", "dense"]
+    assert not result["failed"]
     from benchmarks.peers import floors
 
-    found |= {"tokens": 16, "us": {"ours": 20.0, "read 1": 12.0, "read 8": 10.0, "nothing": 3.0, "dense": 5.0}}
-    (tmp_path / "floors.jsonl").write_text(json.dumps(found) + "\n")
+    result |= {"tokens": 16, "us": {"ours": 20.0, "read 1": 12.0, "read 8": 10.0, "nothing": 3.0, "dense": 5.0}}
+    (tmp_path / "floors.jsonl").write_text(json.dumps(result) + "\n")
     assert floors.main(["--table", str(tmp_path / "floors.jsonl")]) == 0
-    assert floors.table([found])[2:] == ["| fp8 blocks, 16 | 0.50 | 3.0 | 0.25 |"]
+    assert floors.table([result])[2:] == ["| fp8 blocks, 16 | 0.50 | 3.0 | 0.25 |"]

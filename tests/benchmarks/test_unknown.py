@@ -60,42 +60,42 @@ def test_a_seed_draws_the_same_products_and_none_that_is_known(tool: ModuleType)
 def test_what_was_timed_is_not_timed_again(tool: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "some.journal"
     with open_bundle(tool.BUNDLE) as bundle:
-        every = list(itertools.islice(tool.drawn(1, set()), 2))
+        shapes = list(itertools.islice(tool.drawn(1, set()), 2))
         header = Header(90, bundle.gpus[0], bundle.kernels)
         bench = Modelled(bundle)
-        assert tool.time_all(every[:1], bundle, bench, header, path, math.inf, quick=True) == 12
+        assert tool.time_all(shapes[:1], bundle, bench, header, path, math.inf, quick=True) == 12
         size = path.stat().st_size
-        assert tool.time_all(every[:1], bundle, bench, header, path, math.inf, quick=True) == 12
+        assert tool.time_all(shapes[:1], bundle, bench, header, path, math.inf, quick=True) == 12
         assert path.stat().st_size == size
-        assert tool.time_all(every, bundle, bench, header, path, 0.0, quick=True) == 12  # its time was over
-        assert tool.time_all(every, bundle, bench, header, path, math.inf, quick=True) == 24
-    records = [one for one in read_journal(path).records if isinstance(one, Measured)]
+        assert tool.time_all(shapes, bundle, bench, header, path, 0.0, quick=True) == 12  # its time was over
+        assert tool.time_all(shapes, bundle, bench, header, path, math.inf, quick=True) == 24
+    records = [record for record in read_journal(path).records if isinstance(record, Measured)]
     assert len(records) == 24
-    assert {one.bucket // tool.top_k_of(one.problem.E, 8) for one in records} == set(tool.TOKENS)
+    assert {record.bucket // tool.top_k_of(record.problem.E, 8) for record in records} == set(tool.TOKENS)
 
 
 @pytest.mark.parametrize(("gpu", "worst", "modelled"), [("h100", 0.15, 0.025), ("h200", 0.18, 0.013)])
 def test_shapes_that_no_list_has_lose_little(tool: ModuleType, gpu: str, worst: float, modelled: float) -> None:
     """Of products that another seed drew than the ones by which the neighbours' weights were set."""
     with open_bundle(tool.BUNDLE) as bundle:
-        found = list(tool.judged(bundle, read_journal(RESULTS / f"unknown-{gpu}.journal.xz")))
-    assert len(found) > 300
-    every = sorted(one.chosen for one in found)
-    assert statistics.fmean(every) < 0.013
-    assert every[int(0.95 * len(every))] < 0.06
-    assert every[-1] < worst
-    assert statistics.fmean(one.chosen for one in found if one.tokens == 8192) < 0.02
-    assert statistics.fmean(one.modelled for one in found) > modelled
+        cells = list(tool.judged(bundle, read_journal(RESULTS / f"unknown-{gpu}.journal.xz")))
+    assert len(cells) > 300
+    shares = sorted(cell.chosen for cell in cells)
+    assert statistics.fmean(shares) < 0.013
+    assert shares[int(0.95 * len(shares))] < 0.06
+    assert shares[-1] < worst
+    assert statistics.fmean(cell.chosen for cell in cells if cell.tokens == 8192) < 0.02
+    assert statistics.fmean(cell.modelled for cell in cells) > modelled
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 def test_a_shortlist_by_neighbours_loses_less_than_one_by_the_cost_model(tool: ModuleType, gpu: str) -> None:
     with open_bundle(tool.BUNDLE) as bundle:
         contents = read_journal(RESULTS / f"unknown-{gpu}.journal.xz")
-        alone = sorted(one.chosen for one in tool.judged(bundle, contents))
+        alone = sorted(cell.chosen for cell in tool.judged(bundle, contents))
         for share, most in ((tool.SHARE, 0.0012), (tool.ON_DEMAND, 0.0005)):
-            found = tool.shortlists(bundle, contents, share)
-            (losses, size), (by_model, as_many) = found["neighbours too"], found["cost model"]
+            lists = tool.shortlists(bundle, contents, share)
+            (losses, size), (by_model, as_many) = lists["neighbours too"], lists["cost model"]
             assert len(losses) == len(alone) > 300
             assert statistics.fmean(losses) <= min(most, statistics.fmean(by_model))
             assert losses[int(0.95 * len(losses))] < min(0.007, alone[int(0.95 * len(alone))])
@@ -117,25 +117,25 @@ def test_journals_of_shapes_that_count_as_not_measured(
     tool: ModuleType, journal: str, bundle: str, most: float
 ) -> None:
     with open_bundle(tool.BUNDLE.with_name(f"{bundle}-sm90.msgpack")) as opened:
-        found = list(tool.judged(opened, read_journal(RESULTS / f"{journal}.journal.xz")))
-    assert len(found) > 4000
-    assert statistics.fmean(one.chosen for one in found) <= most
+        cells = list(tool.judged(opened, read_journal(RESULTS / f"{journal}.journal.xz")))
+    assert len(cells) > 4000
+    assert statistics.fmean(cell.chosen for cell in cells) <= most
 
 
 def test_the_table_is_of_all_and_of_each_op(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     problem = Problem(Op.DX, DType.BF16, 8, 64, 64)
     tool.show([tool.Judged(problem, 16, 0.10, 0.02, 2.0), tool.Judged(problem, 8192, 0.30, 0.0, 0.5)])
-    told = capsys.readouterr().out
-    assert "all, cost model" in told
-    assert "dX, neighbours too" in told
-    assert "forward" not in told
-    assert "20.00%" in told
-    assert "1.00x its speed, slower by over 3 % in 1, at worst 0.50x" in told
+    output = capsys.readouterr().out
+    assert "all, cost model" in output
+    assert "dX, neighbours too" in output
+    assert "forward" not in output
+    assert "20.00%" in output
+    assert "1.00x its speed, slower by over 3 % in 1, at worst 0.50x" in output
 
 
 def test_what_a_decision_costs(tool: ModuleType) -> None:
     """A few of them: the figures are another machine's affair."""
-    told = tool.cost(tool.BUNDLE, shapes=3, again=10)
-    assert set(told) == {"forward plain", "forward gather", "forward scatter", "dX plain", "dW plain"}
-    for row in told.values():
+    cost = tool.cost(tool.BUNDLE, shapes=3, again=10)
+    assert set(cost) == {"forward plain", "forward gather", "forward scatter", "dX plain", "dW plain"}
+    for row in cost.values():
         assert 0 < row["table_us"] < row["another_median_us"]

@@ -21,10 +21,10 @@ def tool() -> ModuleType:
 
 def parts(sweep: Path) -> tuple[dict[str, object], list[dict[str, object]]]:
     """A committed sweep's head and cells."""
-    known = json.loads(sweep.read_text())
-    cells = known.pop("cells")
-    known.pop("seconds")
-    return known, cells
+    recorded = json.loads(sweep.read_text())
+    cells = recorded.pop("cells")
+    recorded.pop("seconds")
+    return recorded, cells
 
 
 def test_a_sweep_goes_on_where_it_was_ended(tool: ModuleType, tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_a_sweep_goes_on_where_it_was_ended(tool: ModuleType, tmp_path: Path) ->
     for cell in cells[:3]:
         begun.add(cell, 1.5)
     again = tool.Sweep(out, head | {"command": "the same, once more"})
-    assert [again.has(one["model"], one["gemm"], one["tokens"]) for one in cells[:5]] == [True] * 3 + [False] * 2
+    assert [again.has(cell["model"], cell["gemm"], cell["tokens"]) for cell in cells[:5]] == [True] * 3 + [False] * 2
     for cell in cells[3:]:
         again.add(cell, 0.25)
     whole = json.loads(out.read_text())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from vllm_engine import Told, generate, lines, run
 
-collect_ignore_glob = [f"test_{one}*.py" for one in ("vllm", "sglang") if not importlib.util.find_spec(one)]
+collect_ignore_glob = [f"test_{engine}*.py" for engine in ("vllm", "sglang") if not importlib.util.find_spec(engine)]
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: its layers' calls are counted here
@@ -49,20 +49,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class _Without(dict[str, Told]):
-    """What each model says with vLLM's own experts, asked when it is first wanted."""
+    """Each model's output with vLLM's own experts, generated when it is first wanted."""
 
     def __init__(self, models: dict[str, Path]) -> None:
         super().__init__()
         self._models = models
 
     def __missing__(self, name: str) -> Told:
-        with lines() as told:
+        with lines() as logged:
             self[name] = run(self._models[name], "0", generate)
-        assert not told
+        assert not logged
         return self[name]
 
 
 @pytest.fixture(scope="session")
 def without(models: dict[str, Path]) -> dict[str, Told]:
-    """What the models say with vLLM's own experts: with the plug-in switched off."""
+    """Return the models' outputs with vLLM's own experts: the plug-in is switched off."""
     return _Without(models)

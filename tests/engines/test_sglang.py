@@ -17,14 +17,14 @@ from sglang_layer import lines, load, wanted
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-registry, told = sglang_layer.registry, sglang_layer.told
+registry, logged = sglang_layer.registry, sglang_layer.logged
 
 
 def config(**changes: Any) -> Any:
     """SGLang's MoeRunnerConfig of a small layer."""
     from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
 
-    given = {
+    settings = {
         "num_experts": 4,
         "num_local_experts": 4,
         "hidden_size": 32,
@@ -32,10 +32,10 @@ def config(**changes: Any) -> Any:
         "top_k": 2,
         "params_dtype": torch.float32,
     }
-    return MoeRunnerConfig(**(given | changes))
+    return MoeRunnerConfig(**(settings | changes))
 
 
-def made(**changes: Any) -> Any:
+def built(**changes: Any) -> Any:
     """SGLang's method for a layer, its runner chosen."""
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
@@ -56,31 +56,31 @@ def test_sglang_finds_the_plug_in_and_loads_it_twice(registry: Any, monkeypatch:
 @pytest.mark.parametrize("environ", [{"PRETUNED_SGLANG": "0"}, {"PRETUNED_SGLANG": "False"}, {"SGLANG_PLUGINS": "x"}])
 def test_switches(environ: dict[str, str], registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     load(monkeypatch, **environ)
-    assert not any("pretuned" in one.__module__ for row in registry._hooks.values() for _, one, *_ in row)
+    assert not any("pretuned" in hook.__module__ for row in registry._hooks.values() for _, hook, *_ in row)
 
 
-def test_a_layer_is_taken_and_told(monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture) -> None:
+def test_a_layer_is_taken_and_told(monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture) -> None:
     load(monkeypatch, PRETUNED_SGLANG="1")
-    methods = [made() for _ in range(3)]
-    assert {type(one.runner.runner_core).__name__ for one in methods} == {"PretunedRunnerCore"}
-    assert {one.get_moe_runner_backend(None).value for one in methods} == {"pretuned"}
-    assert lines(told) == ["pretuned: runs the MoE layers of E=4 H=32 I=16 k=2 fp32 silu"]
+    methods = [built() for _ in range(3)]
+    assert {type(method.runner.runner_core).__name__ for method in methods} == {"PretunedRunnerCore"}
+    assert {method.get_moe_runner_backend(None).value for method in methods} == {"pretuned"}
+    assert lines(logged) == ["pretuned: runs the MoE layers of E=4 H=32 I=16 k=2 fp32 silu"]
 
 
 def test_without_a_switch_the_cpu_stays_with_sglang(
-    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     load(monkeypatch)
-    assert made().runner.runner_backend.is_triton()
-    assert lines(told) == [
+    assert built().runner.runner_backend.is_triton()
+    assert lines(logged) == [
         "pretuned: leaves the MoE layers of E=4 H=32 I=16 to SGLang's triton runner: pretuned has no kernels for the "
         "CPU (PRETUNED_SGLANG=1 runs its reference there)"
     ]
 
 
-def own_runs(method: Any, told: pytest.LogCaptureFixture, reason: str) -> None:
+def own_runs(method: Any, logged: pytest.LogCaptureFixture, reason: str) -> None:
     assert method.runner.runner_backend.is_triton()
-    assert lines(told) == [
+    assert lines(logged) == [
         f"pretuned: MoE layers stay with SGLang, as pretuned could not take a layer: {reason}. PRETUNED_SGLANG=0 "
         "switches pretuned off"
     ]
@@ -88,7 +88,7 @@ def own_runs(method: Any, told: pytest.LogCaptureFixture, reason: str) -> None:
 
 @pytest.mark.parametrize("name", ["refusal", "layer_of", "_tell", "_register_core", "runs_by"])
 def test_a_layer_that_can_not_be_taken_is_sglang_s(
-    name: str, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    name: str, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     from pretuned.integrations.sglang import PLUG_IN, experts
 
@@ -99,13 +99,13 @@ def test_a_layer_that_can_not_be_taken_is_sglang_s(
     load(monkeypatch, PRETUNED_SGLANG="1")
     monkeypatch.setattr(experts, name, fails)
     for _ in range(3):
-        method = made()
-    own_runs(method, told, f"KeyError: '{name}'")
+        method = built()
+    own_runs(method, logged, f"KeyError: '{name}'")
 
 
 @pytest.mark.parametrize("name", ["pretuned.integrations.sglang.experts", "pretuned.integrations.served_layer"])
 def test_a_module_that_can_not_be_imported_leaves_layers_to_sglang(
-    name: str, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    name: str, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     from pretuned.integrations import sglang
 
@@ -114,15 +114,15 @@ def test_a_module_that_can_not_be_imported_leaves_layers_to_sglang(
     monkeypatch.delitem(sys.modules, "pretuned.integrations.sglang.experts", raising=False)
     monkeypatch.delattr(sglang, "experts", raising=False)
     monkeypatch.setitem(sys.modules, name, None)
-    method = made()
+    method = built()
     assert method.runner.runner_backend.is_triton()
-    (line,) = lines(told)
+    (line,) = lines(logged)
     assert line.startswith("pretuned: MoE layers stay with SGLang, as pretuned could not take a layer: ")
     assert name in line
 
 
 def test_a_layer_that_can_not_be_run_is_run_by_sglang_s_own_runner(
-    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
@@ -134,28 +134,28 @@ def test_a_layer_that_can_not_be_run_is_run_by_sglang_s_own_runner(
 
     PLUG_IN._logged.clear()
     load(monkeypatch, PRETUNED_SGLANG="1")
-    method, layer = made(), torch.nn.Module()
+    method, layer = built(), torch.nn.Module()
     layer.w13_weight, layer.w2_weight = torch.randn(4, 32, 32), torch.randn(4, 32, 16)
     own = method.runner.runner_core.own
     assert own.runner_backend.is_triton()
     asked: list[Any] = []
-    monkeypatch.setattr(own, "run", lambda *given: asked.append(given))  # it wants a GPU
+    monkeypatch.setattr(own, "run", lambda *args: asked.append(args))  # it wants a GPU
     monkeypatch.setattr(experts, "moe_mlp", fails)
-    told.clear()
+    logged.clear()
     topk = StandardTopKOutput(torch.rand(3, 2), torch.zeros(3, 2).int(), torch.empty(0))
-    given = StandardDispatchOutput(torch.randn(3, 32), None, topk)
-    assert method.forward_cuda(layer, given) is None
+    dispatched = StandardDispatchOutput(torch.randn(3, 32), None, topk)
+    assert method.forward_cuda(layer, dispatched) is None
     ((first, weights),) = asked
-    assert first is given
+    assert first is dispatched
     assert weights.w13_weight is layer.w13_weight
-    assert lines(told) == [
+    assert lines(logged) == [
         "pretuned: MoE layers stay with SGLang, as pretuned could not run a layer: RuntimeError: made to fail. "
         "PRETUNED_SGLANG=0 switches pretuned off"
     ]
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"params_dtype": torch.float64}, "the dtype torch.float64 is none"),
         ({"activation": "silu_rounded"}, "the activation silu_rounded with a gate is none of pretuned's (silu, gelu, "),
@@ -170,12 +170,12 @@ def test_a_layer_that_can_not_be_run_is_run_by_sglang_s_own_runner(
         ({"no_combine": True}, "(no_combine)"),
     ],
 )
-def test_what_stays_with_sglang_and_why(changes: dict[str, Any], told: str) -> None:
+def test_what_stays_with_sglang_and_why(changes: dict[str, Any], message: str) -> None:
     from pretuned.integrations.sglang.experts import refusal
 
-    why = refusal(made(**changes), torch.nn.Module(), config(**changes), None, everywhere=True)
+    why = refusal(built(**changes), torch.nn.Module(), config(**changes), None, everywhere=True)
     assert why is not None
-    assert told in why
+    assert message in why
 
 
 def test_deterministic_inference_is_the_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_deterministic_inference_is_the_batch_invariant_mode(monkeypatch: pytest
     monkeypatch.setattr(experts, "_settings", lambda: SimpleNamespace(enable_deterministic_inference=True))
 
     def why() -> str | None:
-        return experts.refusal(made(), torch.nn.Module(), config(), None, everywhere=True)
+        return experts.refusal(built(), torch.nn.Module(), config(), None, everywhere=True)
 
     try:
         assert why() == "--enable-deterministic-inference: sums of pretuned's reference depend on the batch"
@@ -229,9 +229,9 @@ def test_deterministic_inference_is_the_batch_invariant_mode(monkeypatch: pytest
 def test_its_result_is_sglang_s(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], has_bias: bool) -> None:
     """By the code with which SGLang's method calls its runner on a GPU, beside a loop over tokens and experts."""
     load(monkeypatch, PRETUNED_SGLANG="1")
-    out, exact, unlimited = layer_of(made(**changes), config(**changes), has_bias=has_bias)
+    out, exact, unlimited = layer_of(built(**changes), config(**changes), has_bias=has_bias)
     torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-4)
-    limits = [changes.get(one) for one in ("gemm1_clamp_limit", "swiglu_limit")]
+    limits = [changes.get(name) for name in ("gemm1_clamp_limit", "swiglu_limit")]
     if any(limits):  # where they were ignored, it would fail
         assert float((out - unlimited).abs().max() / exact.abs().max()) > 0.2
 
@@ -248,14 +248,14 @@ def test_the_rows_of_this_rank_choose_its_kernels(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], rows: int | None
 ) -> None:
     load(monkeypatch, PRETUNED_SGLANG="1")
-    method = made(**changes)
+    method = built(**changes)
     from pretuned.integrations.sglang import experts
 
     hints: list[int | None] = []
 
-    def spied(*given: Any, expected_rows: int | None, **how: Any) -> torch.Tensor:
+    def spied(*args: Any, expected_rows: int | None, **how: Any) -> torch.Tensor:
         hints.append(expected_rows)
-        return moe_mlp(*given, expected_rows=expected_rows, **how)
+        return moe_mlp(*args, expected_rows=expected_rows, **how)
 
     moe_mlp = experts.moe_mlp
     monkeypatch.setattr(experts, "moe_mlp", spied)
@@ -265,28 +265,28 @@ def test_the_rows_of_this_rank_choose_its_kernels(
 
 
 def test_a_limit_that_a_model_sets_later_is_obeyed(
-    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     """GigaChat-3.5 does so after its layers and their runners were made."""
     load(monkeypatch, PRETUNED_SGLANG="1")
-    method = made()
+    method = built()
     method.runner.config.gemm1_clamp_limit = 7.0
     out, exact, _ = layer_of(method, config(gemm1_clamp_limit=7.0))
     torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-4)
-    assert lines(told)[-1] == (
+    assert lines(logged)[-1] == (
         "pretuned: the model has set another activation: it runs the MoE layers of E=4 H=32 I=16 k=2 fp32 "
         "swiglustep(limit=7)"
     )
     own = method.runner.runner_core.own
     asked: list[Any] = []
-    monkeypatch.setattr(own, "run", lambda *given: asked.append(given) or StandardResult(given[0].hidden_states))
+    monkeypatch.setattr(own, "run", lambda *args: asked.append(args) or StandardResult(args[0].hidden_states))
     method.runner.config.swiglu_limit = 10.0  # beside the other: SGLang's runner takes the layer
     layer_of(method, config(gemm1_clamp_limit=7.0))
     assert len(asked) == 1
 
 
 class StandardResult:
-    """What a runner of SGLang's returns."""
+    """The result that a runner of SGLang's returns."""
 
     def __init__(self, hidden_states: torch.Tensor) -> None:
         self.hidden_states = hidden_states
@@ -306,9 +306,9 @@ def layer_of(method: Any, how: Any, *, has_bias: bool = False) -> list[torch.Ten
     x, weights = torch.randn(T, H), torch.rand(T, how.top_k)
     ids = torch.stack([torch.randperm(E)[: how.top_k] for _ in range(T)]).int()
     ids[2, 0] = -1  # an expert of another rank
-    given = StandardDispatchOutput(x.clone(), None, StandardTopKOutput(weights, ids, torch.empty(0)))
-    out = method.forward_cuda(layer, given).hidden_states
+    dispatched = StandardDispatchOutput(x.clone(), None, StandardTopKOutput(weights, ids, torch.empty(0)))
+    out = method.forward_cuda(layer, dispatched).hidden_states
     unlimited = dataclasses.replace(
         how, swiglu_limit=None, gemm1_clamp_limit=1e30 if how.gemm1_alpha and how.activation == "silu" else None
     )
-    return [out, *(wanted(layer, one, x, weights, ids) for one in (how, unlimited))]
+    return [out, *(wanted(layer, act, x, weights, ids) for act in (how, unlimited))]

@@ -19,7 +19,7 @@ from sglang_layer import ask, lines, load, start, wanted
 pytestmark = pytest.mark.filterwarnings("default")
 E, T = 4, 9
 
-registry, told = sglang_layer.registry, sglang_layer.told
+registry, logged = sglang_layer.registry, sglang_layer.logged
 
 
 class Model(NamedTuple):
@@ -110,8 +110,8 @@ _NEMOTRON = _MOE | {
 }
 
 
-def _deepseek(module: Any, config: Any, quant: Any, **given: bool) -> Any:
-    return module.DeepseekV2MoE(config, 1, quant, "model.layers.1.mlp", **given)
+def _deepseek(module: Any, config: Any, quant: Any, **kwargs: bool) -> Any:
+    return module.DeepseekV2MoE(config, 1, quant, "model.layers.1.mlp", **kwargs)
 
 
 def _kimi(module: Any, config: Any, quant: Any) -> Any:
@@ -130,7 +130,7 @@ MODELS = {
     "DeepSeek-V4": Model(
         "deepseek_v2",
         _V4,
-        lambda *given: _deepseek(*given, is_deepseek_v4=True),
+        lambda *args: _deepseek(*args, is_deepseek_v4=True),
         "bf16 swiglu(limit=10)",
         {"swiglu_limit": None},
     ),
@@ -192,16 +192,16 @@ def filled(experts: Any, which: str, format: str | None) -> torch.Tensor:
     if format is None:
         codes.copy_(w)
         return codes.float()
-    given = ExpertWeights.quantize(w.bfloat16(), format)
-    codes.copy_(given.codes.view(codes.dtype))
-    getattr(experts, f"{which}_weight_scale{'_inv' if format == 'fp8_block' else ''}").data.copy_(given.scale)
-    return given.dequantize(torch.float32)
+    weights = ExpertWeights.quantize(w.bfloat16(), format)
+    codes.copy_(weights.codes.view(codes.dtype))
+    getattr(experts, f"{which}_weight_scale{'_inv' if format == 'fp8_block' else ''}").data.copy_(weights.scale)
+    return weights.dequantize(torch.float32)
 
 
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_s_experts_compute_the_model_s_activation(
-    name: str, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    name: str, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
@@ -213,7 +213,7 @@ def test_a_model_s_experts_compute_the_model_s_activation(
     experts = model.make(module, SimpleNamespace(**model.config), quant_config(model.quantised)).experts
     how = experts.moe_runner_config
     sizes = f"E={E} H={how.hidden_size} I={how.intermediate_size_per_partition} k=2"
-    assert lines(told) == [f"pretuned: runs the MoE layers of {sizes} {model.logged}"]
+    assert lines(logged) == [f"pretuned: runs the MoE layers of {sizes} {model.logged}"]
     torch.manual_seed(0)
     plain = SimpleNamespace(**{f"{which}_weight": filled(experts, which, model.quantised) for which in ("w13", "w2")})
     x = torch.randn(T, how.hidden_size)
@@ -222,10 +222,10 @@ def test_a_model_s_experts_compute_the_model_s_activation(
         experts.quant_method.process_weights_after_loading(experts)
         out = ask(experts, x, weights, ids)
     else:  # a whole layer on the CPU goes past its runner
-        given = StandardDispatchOutput(x.clone(), None, StandardTopKOutput(weights, ids, torch.empty(0)))
-        out = experts.quant_method.forward_cuda(experts, given).hidden_states
+        dispatched = StandardDispatchOutput(x.clone(), None, StandardTopKOutput(weights, ids, torch.empty(0)))
+        out = experts.quant_method.forward_cuda(experts, dispatched).hidden_states
     twin, ignored = (
-        wanted(plain, one, x.float(), weights, ids) for one in (how, dataclasses.replace(how, **model.changes))
+        wanted(plain, act, x.float(), weights, ids) for act in (how, dataclasses.replace(how, **model.changes))
     )
     largest = float(twin.abs().max())
     assert float((out - twin).abs().max()) / largest < (0.08 if model.quantised == "fp8_block" else 0.02)

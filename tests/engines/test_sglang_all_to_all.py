@@ -17,7 +17,7 @@ from sglang_layer import lines, load, wanted
 pytestmark = pytest.mark.filterwarnings("default")
 E, H, I, T, TOP_K, ROOM = 4, 256, 128, 9, 2, 12  # noqa: E741
 
-registry, told = sglang_layer.registry, sglang_layer.told
+registry, logged = sglang_layer.registry, sglang_layer.logged
 
 
 class Double:
@@ -31,7 +31,7 @@ class Double:
         self.name, self.mode, self.fp8, self.seen = name, mode, fp8, list[Any]()
 
     def set_quant_config(self, config: dict[str, Any]) -> None:
-        """As unquantised layers ask for tokens in bf16."""
+        """Ask for tokens in bf16, like unquantised layers do."""
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
         from sglang.srt.layers.moe import token_dispatcher
@@ -148,13 +148,15 @@ def layer(
         config = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[128, 128])
     sizes = {"num_experts": E, "top_k": TOP_K, "hidden_size": H, "intermediate_size": I, "layer_id": 0}
     sizes |= {"with_bias": True} if with_bias else {}
-    made = DeepEPMoE(**sizes, params_dtype=torch.bfloat16, quant_config=config, prefix="model.layers.0.mlp.experts")
+    moe_layer = DeepEPMoE(
+        **sizes, params_dtype=torch.bfloat16, quant_config=config, prefix="model.layers.0.mlp.experts"
+    )
     if not fp8:
-        made.quant_method._forward_method = made.quant_method.forward_cuda  # the CPU's passes runners by
-    return made, double
+        moe_layer.quant_method._forward_method = moe_layer.quant_method.forward_cuda  # the CPU's passes runners by
+    return moe_layer, double
 
 
-def fill(made: Any, fp8: bool) -> Any:
+def fill(moe: Any, fp8: bool) -> Any:
     """Weights, and those that a layer without an all-to-all multiplies with."""
     from pretuned.runtime import ExpertWeights
 
@@ -164,14 +166,14 @@ def fill(made: Any, fp8: bool) -> Any:
         w = torch.randn(E, *shape) * 0.1
         if fp8:
             codes = ExpertWeights.quantize(w, "fp8_block")
-            getattr(made, f"{name}_weight").data.copy_(codes.codes.view(torch.float8_e4m3fn))
-            getattr(made, f"{name}_weight_scale_inv").data.copy_(codes.scale)
+            getattr(moe, f"{name}_weight").data.copy_(codes.codes.view(torch.float8_e4m3fn))
+            getattr(moe, f"{name}_weight_scale_inv").data.copy_(codes.scale)
             w = codes.dequantize(torch.float32)
         else:
-            getattr(made, f"{name}_weight").data.copy_(w)
+            getattr(moe, f"{name}_weight").data.copy_(w)
             w = w.bfloat16().float()
         setattr(plain, f"{name}_weight", w)
-    made.quant_method.process_weights_after_loading(made)
+    moe.quant_method.process_weights_after_loading(moe)
     return plain
 
 
@@ -195,19 +197,19 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "mode", "fp8"), CASES)
 def test_a_layer_between_two_all_to_alls(
-    name: str, mode: str, fp8: bool, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    name: str, mode: str, fp8: bool, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-    made, double = layer(monkeypatch, name, mode, fp8)
-    assert type(made.quant_method.runner.runner_core).__name__ == "PretunedRunnerCore"
-    (line,) = lines(told)
+    moe, double = layer(monkeypatch, name, mode, fp8)
+    assert type(moe.quant_method.runner.runner_core).__name__ == "PretunedRunnerCore"
+    (line,) = lines(logged)
     assert line.startswith(
         f"pretuned: runs the MoE layers of E=4 H=256 I=128 k=2 {'fp8_block' if fp8 else 'bf16'} silu"
     )
-    plain, (x, weights, ids) = fill(made, fp8), question()
+    plain, (x, weights, ids) = fill(moe, fp8), question()
     for _ in range(2):
-        out = made(x.clone(), StandardTopKOutput(weights, ids, torch.empty(0)))
+        out = moe(x.clone(), StandardTopKOutput(weights, ids, torch.empty(0)))
         (combined,) = double.seen
         double.seen.clear()
         which = "v2" if name == "deepep_v2" else "Normal" if mode == "normal" else "LL"
@@ -217,7 +219,7 @@ def test_a_layer_between_two_all_to_alls(
         if fp8:
             codes, scale = quantised(x)
             arrived = codes.float() * scale.repeat_interleave(128, 1)
-        want = wanted(plain, made.moe_runner_config, arrived, weights, ids)
+        want = wanted(plain, moe.moe_runner_config, arrived, weights, ids)
         assert (out.float() - want).norm() < (0.04 if fp8 else 0.01) * want.norm()
 
 
@@ -227,13 +229,13 @@ def test_rows_of_deepep_v2_have_the_bits_of_rows_with_starts(fp8: bool, monkeypa
 
     from pretuned.runtime import QuantizedRows, experts_mlp
 
-    made, double = layer(monkeypatch, "deepep_v2", "decode", fp8)
-    fill(made, fp8)
+    moe, double = layer(monkeypatch, "deepep_v2", "decode", fp8)
+    fill(moe, fp8)
     x, weights, ids = question()
-    made(x.clone(), StandardTopKOutput(weights, ids, torch.empty(0)))
+    moe(x.clone(), StandardTopKOutput(weights, ids, torch.empty(0)))
     (combined,) = double.seen
     sent = double.dispatch(x, StandardTopKOutput(weights, ids, torch.empty(0)))
-    up, down = made.pretuned_experts.weights if fp8 else (made.w13_weight.detach(), made.w2_weight.detach())
+    up, down = moe.pretuned_experts.weights if fp8 else (moe.w13_weight.detach(), moe.w2_weight.detach())
     rows = QuantizedRows(sent.hidden_states, sent.hidden_states_scale) if fp8 else sent.hidden_states
     ends = sent.psum_num_recv_tokens_per_expert
     starts = torch.cat([ends.new_zeros(1), (ends[:-1] + 127) // 128 * 128])
@@ -250,54 +252,56 @@ def test_a_layer_that_is_padded_has_the_bits_of_one_that_is_not(
 
     from pretuned.runtime import QuantizedRows, experts_mlp
 
-    made, double = layer(monkeypatch, name, mode, fp8)
-    fill(made, fp8)
+    moe, double = layer(monkeypatch, name, mode, fp8)
+    fill(moe, fp8)
     x, weights, ids = question()
-    made(x.clone(), StandardTopKOutput(weights, ids, torch.empty(0)))
+    moe(x.clone(), StandardTopKOutput(weights, ids, torch.empty(0)))
     (combined,) = double.seen
-    up, down = made.pretuned_experts.weights
+    up, down = moe.pretuned_experts.weights
     sent = double.dispatch(x, StandardTopKOutput(weights, ids, torch.empty(0)))
     want = experts_mlp(QuantizedRows(sent.hidden_states, sent.hidden_states_scale), up, down, sent.masked_m)
     for e, count in enumerate(sent.masked_m.tolist()):
         assert torch.equal(combined.hidden_states[e, :count], want[e, :count])
 
 
-def left(monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture, *given: Any, **named: Any) -> str:
-    made, _ = layer(monkeypatch, *given, **named)
-    assert made.quant_method.runner.runner_backend.value == "deep_gemm"
-    (line,) = lines(told)
+def left(monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture, *args: Any, **named: Any) -> str:
+    moe, _ = layer(monkeypatch, *args, **named)
+    assert moe.quant_method.runner.runner_backend.value == "deep_gemm"
+    (line,) = lines(logged)
     return line
 
 
 @pytest.mark.parametrize(("name", "mode"), [("deepep", "auto"), ("deepep_v2", "decode")])
 def test_fp8_of_padded_tokens_is_left_to_deepgemm(
-    name: str, mode: str, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    name: str, mode: str, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
-    line = left(monkeypatch, told, name, mode, True, everywhere="")
+    line = left(monkeypatch, logged, name, mode, True, everywhere="")
     assert line.endswith("to SGLang's deep_gemm runner: DeepGEMM's masked kernel is faster on tokens padded by expert")
 
 
-def test_what_an_all_to_all_does_not_hand_over(monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture) -> None:
-    line = left(monkeypatch, told, "mooncake", "low_latency", False)
+def test_what_an_all_to_all_does_not_hand_over(
+    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    line = left(monkeypatch, logged, "mooncake", "low_latency", False)
     assert line.endswith(
         "the all-to-all of mooncake hands over tokens that torch.bfloat16 weights are not multiplied with"
     )
 
 
 def test_biases_that_deepep_v2_has_no_place_for(
-    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
-    line = left(monkeypatch, told, "deepep_v2", "expanded", False, with_bias=True)
+    line = left(monkeypatch, logged, "deepep_v2", "expanded", False, with_bias=True)
     assert line.endswith("SGLang hands over no biases with the all-to-all of deepep_v2")
 
 
-def test_overlap_with_sglang_s_own_gemm(monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture) -> None:
+def test_overlap_with_sglang_s_own_gemm(monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture) -> None:
     from sglang.srt.runtime_context import get_flags
 
     if not torch.distributed.is_initialized():
         sglang_layer.start()
     monkeypatch.setattr(get_flags().moe, "sbo_enabled", True)
-    line = left(monkeypatch, told, "deepep", "low_latency", True)
+    line = left(monkeypatch, logged, "deepep", "low_latency", True)
     assert "--enable-single-batch-overlap" in line
 
 
@@ -309,8 +313,8 @@ def test_how_many_slots_tokens_that_arrived_have_here() -> None:
         ids = torch.rand(20_000, experts, generator=generator).topk(top_k).indices
         slots = (ids < here).sum(1)
         there = int((slots > 0).sum())
-        found = received_rows(there, top_k, here, experts)
-        assert found is not None
-        assert found == pytest.approx(int(slots.sum()), rel=0.03)
+        rows = received_rows(there, top_k, here, experts)
+        assert rows is not None
+        assert rows == pytest.approx(int(slots.sum()), rel=0.03)
     assert received_rows(100, 8, 64, 64) is None
     assert received_rows(0, 8, 8, 64) == 0

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 E, H, I, T = 4, 256, 128, 7  # noqa: E741
 OAI = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "with_bias": True}
 
-registry, told = sglang_layer.registry, sglang_layer.told
+registry, logged = sglang_layer.registry, sglang_layer.logged
 
 
 class Kind(NamedTuple):
@@ -43,7 +43,9 @@ _MXFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group"
 _NVFP4 = _MXFP4 | {"strategy": "tensor_group", "group_size": 16}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "block_structure": [128, 128]}
 _TOKENS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": True}
-_ROWS, _MATRIX = ({"num_bits": 8, "type": "float", "symmetric": True, "strategy": one} for one in ("channel", "tensor"))
+_ROWS, _MATRIX = (
+    {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy} for strategy in ("channel", "tensor")
+)
 _A_TOKEN, _STATIC = _ROWS | {"strategy": "token", "dynamic": True}, _MATRIX | {"dynamic": False}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
@@ -83,14 +85,14 @@ _RUNNERS = {"compressed int4": "marlin", "gptq": "marlin", "modelopt nvfp4": "ma
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch, registry: Any) -> None:
-    """What SGLang asks of the GPU before it makes a layer."""
+    """Answer what SGLang asks of the GPU before it builds a layer: a Hopper GPU."""
     from sglang.srt.layers.quantization import modelopt_quant, moe_wna16
     from sglang.srt.layers.quantization.awq import awq
     from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
     monkeypatch.setattr(modelopt_quant, "is_cuda", lambda: True)
-    for one in (modelopt_quant, moe_wna16):
-        monkeypatch.setattr(one, "get_device_capability", lambda: (9, 0))
+    for module in (modelopt_quant, moe_wna16):
+        monkeypatch.setattr(module, "get_device_capability", lambda: (9, 0))
     for name in ("verify_marlin_supported", "check_moe_marlin_supports_layer"):
         monkeypatch.setattr(awq, name, lambda *_, **__: True)
     monkeypatch.setattr(CompressedTensorsConfig, "_check_scheme_supported", lambda _, least, error=True: least <= 90)
@@ -174,19 +176,19 @@ def matrices(name: str, seed: int) -> list[Any]:
 
     torch.manual_seed(seed)
     format, width = KINDS[name].format, KINDS[name].width
-    found = [ExpertWeights.quantize(torch.randn(E, *shape) * 0.1, format) for shape in ((2 * width, H), (H, width))]
+    matrices = [ExpertWeights.quantize(torch.randn(E, *shape) * 0.1, format) for shape in ((2 * width, H), (H, width))]
     if name in _BY_MATRIX:  # gate and up have one each
-        for one, parts in zip(found, (2, 1), strict=True):
-            one.scale.copy_((torch.rand(E, parts) * 1e-3).repeat_interleave(one.scale.shape[1] // parts, 1))
-    return found
+        for matrix, parts in zip(matrices, (2, 1), strict=True):
+            matrix.scale.copy_((torch.rand(E, parts) * 1e-3).repeat_interleave(matrix.scale.shape[1] // parts, 1))
+    return matrices
 
 
-def fill(layer: Any, name: str, given: list[Any], biases: list[torch.Tensor] | None = None) -> None:
+def fill(layer: Any, name: str, packed: list[Any], biases: list[torch.Tensor] | None = None) -> None:
     """Load a checkpoint's tensors by SGLang's loader, as its models do."""
     kind = KINDS[name]
-    for which, one in zip(("w13", "w2"), given, strict=True):
+    for which, matrix in zip(("w13", "w2"), packed, strict=True):
         if name.startswith("gpt-oss"):
-            for suffix, tensor in zip(kind.names, (one.codes, one.scale), strict=True):
+            for suffix, tensor in zip(kind.names, (matrix.codes, matrix.scale), strict=True):
                 parameter = getattr(layer, f"{which}_{suffix}")
                 parameter.weight_loader(parameter, tensor, f"{which}_{suffix}", shard_id=None, expert_id=None)
             continue
@@ -195,7 +197,7 @@ def fill(layer: Any, name: str, given: list[Any], biases: list[torch.Tensor] | N
             if which == "w13":
                 shards = {"w1": slice(0, kind.width), "w3": slice(kind.width, None)}
             for shard, rows in shards.items():
-                for suffix, tensor in checkpoint(name, one, e, rows).items():
+                for suffix, tensor in checkpoint(name, matrix, e, rows).items():
                     parameter, path = getattr(layer, f"{which}_{suffix}"), f"experts.{which}_{suffix}"
                     parameter.weight_loader(parameter, tensor, path, shard_id=shard, expert_id=e)
     for which, bias in zip(("w13", "w2"), biases or (), strict=False):
@@ -203,47 +205,47 @@ def fill(layer: Any, name: str, given: list[Any], biases: list[torch.Tensor] | N
         parameter.weight_loader(parameter, bias, f"{which}_weight_bias", shard_id=None, expert_id=None)
 
 
-def checkpoint(name: str, one: Any, e: int, rows: slice) -> dict[str, torch.Tensor]:
+def checkpoint(name: str, matrix: Any, e: int, rows: slice) -> dict[str, torch.Tensor]:
     """A matrix's tensors as a checkpoint has them, by the last word of their names."""
     kind = KINDS[name]
-    codes, scale = one.codes[e, rows], one.scale[e, rows]
+    codes, scale = matrix.codes[e, rows], matrix.scale[e, rows]
     if kind.format.startswith("fp8_block"):
         blocks = slice(*(None if end is None else end // 128 for end in (rows.start, rows.stop)))
-        scale = one.scale[e, blocks]
+        scale = matrix.scale[e, blocks]
     if kind.format == "fp8_channel":
         scale = scale[0] if name in _BY_MATRIX else scale[:, None]
-    found = [codes, scale]
+    stored = [codes, scale]
     if kind.format == "nvfp4":
-        outer = one.global_scale[e]
-        found.append(outer if "modelopt" in name else 1 / outer[None])
+        outer = matrix.global_scale[e]
+        stored.append(outer if "modelopt" in name else 1 / outer[None])
     if kind.format.startswith("int4"):
-        found = [codes.view(torch.int32), scale.to(torch.float16) if name == "gptq" else scale]
+        stored = [codes.view(torch.int32), scale.to(torch.float16) if name == "gptq" else scale]
     if kind.packing:
         nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-        zero = None if one.zero is None else one.zero[e, rows].mT
+        zero = None if matrix.zero is None else matrix.zero[e, rows].mT
         if kind.packing == "awq":
-            found = [tiny_quantised.awq_words(nibbles.mT), scale, tiny_quantised.awq_words(zero)]
+            stored = [tiny_quantised.awq_words(nibbles.mT), scale, tiny_quantised.awq_words(zero)]
         elif zero is not None:
-            found.append(tiny_quantised.words(zero - 1 & 15))
-        found = [
-            found[0] if kind.packing == "awq" else found[0].t().contiguous(),
-            found[1].t().contiguous(),
-            *found[2:],
+            stored.append(tiny_quantised.words(zero - 1 & 15))
+        stored = [
+            stored[0] if kind.packing == "awq" else stored[0].t().contiguous(),
+            stored[1].t().contiguous(),
+            *stored[2:],
         ]
     if kind.names[-1].startswith("input"):
-        found.append(torch.tensor(0.5))
-    return dict(zip(kind.names, found, strict=True))
+        stored.append(torch.tensor(0.5))
+    return dict(zip(kind.names, stored, strict=True))
 
 
-def twin(given: list[Any], biases: list[torch.Tensor] | None, **layer: Any) -> Any:
+def twin(packed: list[Any], biases: list[torch.Tensor] | None, **layer: Any) -> Any:
     """SGLang's unquantised layer of the same weights."""
-    made = fused(None, **layer)
-    for which, one in zip(("w13", "w2"), given, strict=True):
-        getattr(made, f"{which}_weight").data.copy_(one.dequantize(torch.float32))
+    fused_layer = fused(None, **layer)
+    for which, matrix in zip(("w13", "w2"), packed, strict=True):
+        getattr(fused_layer, f"{which}_weight").data.copy_(matrix.dequantize(torch.float32))
     for which, bias in zip(("w13", "w2"), biases or (), strict=False):
-        getattr(made, f"{which}_weight_bias").data.copy_(bias)
-    made.quant_method.process_weights_after_loading(made)
-    return made
+        getattr(fused_layer, f"{which}_weight_bias").data.copy_(bias)
+    fused_layer.quant_method.process_weights_after_loading(fused_layer)
+    return fused_layer
 
 
 def question(seed: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -267,30 +269,30 @@ def biases_of(name: str, seed: int = 5) -> list[torch.Tensor] | None:
 
 
 def near(out: torch.Tensor, exact: torch.Tensor, format: str) -> bool:
-    """What quantising the rows of both products loses of fp8; of others none."""
+    """Return True if the results differ by the loss of quantised rows in fp8 at most; in other formats by nothing."""
     return float((out - exact).norm() / exact.norm()) < (6e-2 if format.startswith("fp8") else 1e-5)
 
 
 def test_its_result_is_that_of_sglang_s_own_layer_of_the_dequantised_weights(
-    name: str, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    name: str, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     kind = KINDS[name]
-    given, biases = matrices(name, 0), biases_of(name)
-    exact = ask(twin(given, biases, **kind.layer, **sizes(name)), *question())
+    packed, biases = matrices(name, 0), biases_of(name)
+    exact = ask(twin(packed, biases, **kind.layer, **sizes(name)), *question())
     load(monkeypatch, PRETUNED_SGLANG="1")
     layer = fused(quant_config(name), **kind.layer, **sizes(name))
     assert layer.runner_backend.value == "pretuned"
     act, wide = "swiglu_oai" if kind.layer else "silu", -(-kind.width // 64) * 64
     more = "" if wide == kind.width else f" (padded to {wide}: 33.3% more memory)"
-    assert lines(told) == [
+    assert lines(logged) == [
         f"pretuned: runs the MoE layers of E=4 H=256 I={kind.width}{more} k=2 {kind.format} {act}{kind.note}"
     ]
-    fill(layer, name, given, biases)
-    pointers = {key: one.data_ptr() for key, one in layer.named_parameters()}
+    fill(layer, name, packed, biases)
+    pointers = {key: tensor.data_ptr() for key, tensor in layer.named_parameters()}
     layer.quant_method.process_weights_after_loading(layer)
     if not more:
-        assert {key: one.data_ptr() for key, one in layer.named_parameters()} == pointers
-    assert all(one.order for one in layer.pretuned_experts.weights)  # the kernels' own
+        assert {key: tensor.data_ptr() for key, tensor in layer.named_parameters()} == pointers
+    assert all(weight.order for weight in layer.pretuned_experts.weights)  # the kernels' own
     assert near(ask(layer, *question()), exact, kind.format)
     x, weights, ids = question()
     ids[2, 0] = -1  # an expert of another rank
@@ -302,7 +304,7 @@ def test_its_result_is_that_of_sglang_s_own_layer_of_the_dequantised_weights(
 
 
 def test_gpt_oss_widths_that_sglang_pads_for_triton_kernels(
-    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     from sglang.srt.layers.quantization import mxfp4
 
@@ -310,19 +312,19 @@ def test_gpt_oss_widths_that_sglang_pads_for_triton_kernels(
 
     torch.manual_seed(0)
     width, kind = 96, KINDS["gpt-oss mxfp4"]
-    given = [ExpertWeights.quantize(torch.randn(E, *one) * 0.1, "mxfp4") for one in ((2 * width, H), (H, width))]
+    packed = [ExpertWeights.quantize(torch.randn(E, *shape) * 0.1, "mxfp4") for shape in ((2 * width, H), (H, width))]
     biases = [torch.randn(E, 2 * width).bfloat16(), torch.randn(E, H).bfloat16()]
-    exact = ask(twin(given, biases, **kind.layer, intermediate_size=width), *question())
+    exact = ask(twin(packed, biases, **kind.layer, intermediate_size=width), *question())
     load(monkeypatch, PRETUNED_SGLANG="1")
     monkeypatch.setattr(mxfp4, "has_triton_kernels", True)  # which is not installed here
     layer = fused(quant_config("gpt-oss mxfp4"), **kind.layer, intermediate_size=width)
-    assert lines(told) == [
+    assert lines(logged) == [
         "pretuned: runs the MoE layers of E=4 H=256 I=96 (padded to 128: 33.3% more memory) k=2 mxfp4 swiglu_oai"
     ]
-    fill(layer, "gpt-oss mxfp4", given, biases)
+    fill(layer, "gpt-oss mxfp4", packed, biases)
     layer.quant_method.process_weights_after_loading(layer)
-    assert [one.shape for one in layer.pretuned_experts.weights] == [(E, 256, H), (E, H, 128)]
-    assert all(one.is_prepared for one in layer.pretuned_experts.weights)
+    assert [weight.shape for weight in layer.pretuned_experts.weights] == [(E, 256, H), (E, H, 128)]
+    assert all(weight.is_prepared for weight in layer.pretuned_experts.weights)
     assert near(ask(layer, *question()), exact, kind.format)
 
 
@@ -344,33 +346,33 @@ def test_the_numbers_of_its_activation_are_those_of_the_unquantised_layer(
     layer: dict[str, Any],
     act: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
-    told: pytest.LogCaptureFixture,
+    logged: pytest.LogCaptureFixture,
 ) -> None:
     """(Which test_sglang.py compares with SGLang's functions. SGLang's own layer on a CPU ignores them.)"""
     from pretuned.runtime import Activation, moe_mlp
 
     load(monkeypatch, PRETUNED_SGLANG="1")
-    given = matrices(name, 0)
-    made = fused(quant_config(name), **layer)
-    assert lines(told) == [
+    packed = matrices(name, 0)
+    fused_layer = fused(quant_config(name), **layer)
+    assert lines(logged) == [
         f"pretuned: runs the MoE layers of E=4 H=256 I=128 k=2 {KINDS[name].format} {Activation(**act)}"
     ]
-    fill(made, name, given)
-    made.quant_method.process_weights_after_loading(made)
+    fill(fused_layer, name, packed)
+    fused_layer.quant_method.process_weights_after_loading(fused_layer)
     x, weights, ids = question()
     x = x * 10  # limits act
-    out = ask(made, x, weights, ids)
-    w13, w2 = (one.dequantize(torch.float32) for one in given)
+    out = ask(fused_layer, x, weights, ids)
+    w13, w2 = (tensor.dequantize(torch.float32) for tensor in packed)
     beta = {"beta": act["beta"]} if "beta" in act else {}
     exact, unlimited = (
-        moe_mlp(x, w13, w2, ids, weights, Activation(**one)) for one in (act, {"name": act["name"], **beta})
+        moe_mlp(x, w13, w2, ids, weights, Activation(**fields)) for fields in (act, {"name": act["name"], **beta})
     )
     assert near(out, exact, KINDS[name].format)
     assert float((out - unlimited).norm() / exact.norm()) > 0.2  # where limits were ignored, it would fail
 
 
 def test_an_activation_that_a_model_sets_later_and_pretuned_lacks_goes_to_sglang_s_own_runner(
-    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     from pretuned.integrations import sglang
 
@@ -380,47 +382,47 @@ def test_an_activation_that_a_model_sets_later_and_pretuned_lacks_goes_to_sglang
     layer, processed = fused(quant_config("fp8")), []
     fill(layer, "fp8", matrices("fp8", 0))
     layer.moe_runner_config.activation = "silu_rounded"
-    sglang.loaded(lambda *given: processed.append(given), layer.quant_method, layer)
+    sglang.loaded(lambda *args: processed.append(args), layer.quant_method, layer)
     assert processed == [(layer.quant_method, layer)]
     assert layer.runner_backend is own
-    assert "the activation silu_rounded with a gate is none of pretuned's" in lines(told)[-1]
+    assert "the activation silu_rounded with a gate is none of pretuned's" in lines(logged)[-1]
 
 
 def tensors(weights: Any) -> list[torch.Tensor]:
     """All that kernels read of a layer's weights."""
-    every = [tensor for one in weights for tensor in (*one.tensors().values(), one.kernel_scale)]
-    return [one for one in every if one is not None]
+    held = [tensor for weight in weights for tensor in (*weight.tensors().values(), weight.kernel_scale)]
+    return [tensor for tensor in held if tensor is not None]
 
 
 def test_weights_are_put_back_and_loaded_again_where_they_were(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As SGLang's ``update_weights`` does: restore, load (of one expert here, then of all), process."""
+    """SGLang's ``update_weights`` does this: restore, load (one expert here, then all), process."""
     kind = KINDS[name]
     load(monkeypatch, PRETUNED_SGLANG="1")
     layer = fused(quant_config(name), **kind.layer, **sizes(name))
-    given, other, biases = matrices(name, 0), matrices(name, 1), biases_of(name)
-    fill(layer, name, given, biases)
-    raw = {key: one.detach().clone() for key, one in layer.named_parameters()}
+    packed, other, biases = matrices(name, 0), matrices(name, 1), biases_of(name)
+    fill(layer, name, packed, biases)
+    raw = {key: tensor.detach().clone() for key, tensor in layer.named_parameters()}
     method = layer.quant_method
     method.process_weights_after_loading(layer)
     first, before = layer.pretuned_experts.weights, ask(layer, *question())
-    beside = [one.data_ptr() for one in tensors(first)]
+    beside = [tensor.data_ptr() for tensor in tensors(first)]
     for _ in range(2):
         method.restore_weights_before_loading(layer)
-    for key, one in layer.named_parameters():
-        assert torch.equal(one.view(torch.uint8), raw[key].view(torch.uint8)), key
+    for key, parameter in layer.named_parameters():
+        assert torch.equal(parameter.view(torch.uint8), raw[key].view(torch.uint8)), key
     method.process_weights_after_loading(layer)  # nothing was loaded
     torch.testing.assert_close(ask(layer, *question()), before, rtol=0, atol=0)
     method.restore_weights_before_loading(layer)
     fill(layer, name, other, biases)
     method.process_weights_after_loading(layer)
     assert layer.pretuned_experts.weights is first
-    assert [one.data_ptr() for one in tensors(first)] == beside
+    assert [tensor.data_ptr() for tensor in tensors(first)] == beside
     fresh = fused(quant_config(name), **kind.layer, **sizes(name))
     fill(fresh, name, other, biases)
     fresh.quant_method.process_weights_after_loading(fresh)
     torch.testing.assert_close(ask(layer, *question()), ask(fresh, *question()), rtol=0, atol=0)
-    for one, another in zip(tensors(first), tensors(fresh.pretuned_experts.weights), strict=True):
-        assert torch.equal(one.view(torch.uint8), another.view(torch.uint8))
+    for parameter, another in zip(tensors(first), tensors(fresh.pretuned_experts.weights), strict=True):
+        assert torch.equal(parameter.view(torch.uint8), another.view(torch.uint8))
     assert not torch.allclose(ask(layer, *question()), before)
 
 
@@ -440,9 +442,9 @@ class Named(torch.nn.Module):
             parameter.weight_loader(parameter, tensor, place, shard_id=shard, expert_id=int(expert))
 
 
-def names_of(name: str, given: list[Any], experts: Any = range(E)) -> dict[str, torch.Tensor]:
+def names_of(name: str, packed: list[Any], experts: Any = range(E)) -> dict[str, torch.Tensor]:
     """A checkpoint's tensors of some experts, by name."""
-    found = {}
+    results = {}
     for e in experts:
         parts = {
             "w1": (0, slice(0, KINDS[name].width)),
@@ -450,9 +452,9 @@ def names_of(name: str, given: list[Any], experts: Any = range(E)) -> dict[str, 
             "w2": (1, slice(None)),
         }
         for shard, (product, rows) in parts.items():
-            for suffix, tensor in checkpoint(name, given[product], e, rows).items():
-                found[f"experts.{e}.{shard}.{suffix}"] = tensor
-    return found
+            for suffix, tensor in checkpoint(name, packed[product], e, rows).items():
+                results[f"experts.{e}.{shard}.{suffix}"] = tensor
+    return results
 
 
 REFITS = ["fp8", "fp8 rows", "compressed int4", "awq", "nvfp4", "compressed int4 padded"]
@@ -472,7 +474,7 @@ class Refit:
         self.first, self.other, self.third = (matrices(kind, seed) for seed in range(3))
         self.layer = self.fresh(self.first)
         self.model, self.held = Named(self.layer, kind), self.layer.pretuned_experts.weights
-        self.places = [one.data_ptr() for one in tensors(self.held)]
+        self.places = [tensor.data_ptr() for tensor in tensors(self.held)]
         config = SimpleNamespace(model_path="", revision=None, dtype=torch.float32, quantization=None)
         config.hf_config = SimpleNamespace(architectures=["Named"], model_type="named")
         self.updater = weight_updater.WeightUpdater(
@@ -487,32 +489,32 @@ class Refit:
             recapture_cuda_graph=lambda: None,
         )
 
-    def fresh(self, given: list[Any], more: dict[str, torch.Tensor] | None = None) -> Any:
+    def fresh(self, packed: list[Any], more: dict[str, torch.Tensor] | None = None) -> Any:
         """A new layer of these weights, and of some by name that come after them."""
-        made = fused(quant_config(self.kind), **sizes(self.kind))
-        fill(made, self.kind, given)
-        Named(made, self.kind).load_weights((more or {}).items())
-        made.quant_method.process_weights_after_loading(made)
-        return made
+        fused_layer = fused(quant_config(self.kind), **sizes(self.kind))
+        fill(fused_layer, self.kind, packed)
+        Named(fused_layer, self.kind).load_weights((more or {}).items())
+        fused_layer.quant_method.process_weights_after_loading(fused_layer)
+        return fused_layer
 
     def update(self, how: str, named: dict[str, torch.Tensor]) -> None:
         """New weights, their names in any order, in two buckets."""
         order = random.Random(1).sample(sorted(named), len(named))
-        buckets = [[(one, named[one]) for one in part] for part in (order[: len(order) // 3], order[len(order) // 3 :])]
+        buckets = [[(key, named[key]) for key in part] for part in (order[: len(order) // 3], order[len(order) // 3 :])]
         if how == "disk":
             self.from_disk(named)
             return
         self.updater.begin_weight_update()
-        for done, told in self.from_tensors(buckets) if how == "tensor" else self.from_distributed(buckets):
-            assert done, told
+        for done, message in self.from_tensors(buckets) if how == "tensor" else self.from_distributed(buckets):
+            assert done, message
         self.updater.end_weight_update(run_post_load=False)
 
     def from_disk(self, named: dict[str, torch.Tensor]) -> None:
         from safetensors.torch import save_file
 
-        save_file({name: one.contiguous() for name, one in named.items()}, self.folder / "model.safetensors")
-        done, told = self.updater.update_weights_from_disk(str(self.folder), "auto")
-        assert done, told
+        save_file({name: tensor.contiguous() for name, tensor in named.items()}, self.folder / "model.safetensors")
+        done, message = self.updater.update_weights_from_disk(str(self.folder), "auto")
+        assert done, message
 
     def from_tensors(self, buckets: list[Any]) -> Iterator[tuple[bool, str]]:
         for bucket in buckets:
@@ -527,11 +529,11 @@ class Refit:
         try:
             yield self.updater.init_weights_update_group("127.0.0.1", port, 1, 2, "refit", "gloo")
             for bucket in buckets:
-                names, given = zip(*bucket, strict=True)
+                names, tensors = zip(*bucket, strict=True)
                 received = self.updater.receive_weights_from_distributed(
                     names=list(names),
-                    dtypes=[one.dtype for one in given],
-                    shapes=[one.shape for one in given],
+                    dtypes=[tensor.dtype for tensor in tensors],
+                    shapes=[tensor.shape for tensor in tensors],
                     group_name="refit",
                     load_format="flattened_bucket",
                 )
@@ -543,9 +545,9 @@ class Refit:
 
     def check(self, fresh: Any) -> None:
         """The numbers, and what they are computed of, are a fresh layer's, in the first weights' memory."""
-        assert [one.data_ptr() for one in tensors(self.layer.pretuned_experts.weights)] == self.places
-        for one, another in zip(tensors(self.held), tensors(fresh.pretuned_experts.weights), strict=True):
-            assert torch.equal(one.view(torch.uint8), another.view(torch.uint8))
+        assert [tensor.data_ptr() for tensor in tensors(self.layer.pretuned_experts.weights)] == self.places
+        for tensor, another in zip(tensors(self.held), tensors(fresh.pretuned_experts.weights), strict=True):
+            assert torch.equal(tensor.view(torch.uint8), another.view(torch.uint8))
         torch.testing.assert_close(ask(self.layer, *question()), ask(fresh, *question()), rtol=0, atol=0)
 
 
@@ -570,7 +572,7 @@ def test_a_trainer_s_weights_by_sglang_s_weight_updater(
 
 @pytest.mark.parametrize("kind", ["fp8", "compressed int4", "nvfp4"])
 def test_a_refit_makes_no_copy_of_the_layer(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What it makes is an expert's, were chunks that are moved at once as small as that."""
+    """The memory that a refit takes is an expert's, if the chunks that are moved at once are that small."""
     from pretuned.runtime.weights import prepared_layout
 
     monkeypatch.setattr(prepared_layout, "_CHUNK_BYTES", 1)
@@ -585,7 +587,7 @@ def test_a_refit_makes_no_copy_of_the_layer(kind: str, monkeypatch: pytest.Monke
 
 
 def test_weights_that_can_not_be_prepared_go_to_sglang_s_own_runner(
-    name: str, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    name: str, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     from pretuned.integrations import sglang
     from pretuned.runtime import ExpertWeights
@@ -602,16 +604,16 @@ def test_weights_that_can_not_be_prepared_go_to_sglang_s_own_runner(
     load(monkeypatch, PRETUNED_SGLANG="1")
     layer = fused(quant_config(name), **kind.layer, **sizes(name))
     fill(layer, name, matrices(name, 0), biases_of(name))
-    raw = {key: one.detach().clone() for key, one in layer.named_parameters()}
+    raw = {key: tensor.detach().clone() for key, tensor in layer.named_parameters()}
     monkeypatch.setattr(ExpertWeights, "prepare_in_place", fails)
-    told.clear()
-    sglang.loaded(lambda *given: processed.append(given), layer.quant_method, layer)  # SGLang's own wants a GPU
+    logged.clear()
+    sglang.loaded(lambda *args: processed.append(args), layer.quant_method, layer)  # SGLang's own wants a GPU
     assert processed == [(layer.quant_method, layer)]
     assert layer.runner_backend is own
     assert not hasattr(layer, "pretuned_experts")
-    for key, one in layer.named_parameters():
-        assert torch.equal(one.view(torch.uint8), raw[key].view(torch.uint8)), key
-    assert lines(told) == [
+    for key, parameter in layer.named_parameters():
+        assert torch.equal(parameter.view(torch.uint8), raw[key].view(torch.uint8)), key
+    assert lines(logged) == [
         "pretuned: MoE layers stay with SGLang, as pretuned could not prepare a layer's weights: RuntimeError: made to "
         "fail. PRETUNED_SGLANG=0 switches pretuned off"
     ]
@@ -639,17 +641,17 @@ def test_weights_that_can_not_be_prepared_go_to_sglang_s_own_runner(
 )
 def test_layers_that_stay_with_sglang(
     monkeypatch: pytest.MonkeyPatch,
-    told: pytest.LogCaptureFixture,
+    logged: pytest.LogCaptureFixture,
     name: str,
     changes: dict[str, Any],
     layer: dict[str, Any],
     why: str,
 ) -> None:
     load(monkeypatch, PRETUNED_SGLANG="1")
-    made = fused(quant_config(name, **changes), **layer)
-    assert made.runner_backend.value == _RUNNERS.get(name, "triton")
-    assert not hasattr(made, "pretuned_experts")
-    (line,) = lines(told)
+    fused_layer = fused(quant_config(name, **changes), **layer)
+    assert fused_layer.runner_backend.value == _RUNNERS.get(name, "triton")
+    assert not hasattr(fused_layer, "pretuned_experts")
+    (line,) = lines(logged)
     assert line.startswith(f"pretuned: leaves the MoE layers of E=4 H={layer.get('hidden_size', 256)} I=")
     assert why in line
 
@@ -685,10 +687,10 @@ def test_a_scale_that_no_kernel_takes_is_an_error_on_a_gpu() -> None:
     from pretuned.integrations.served_layer import prepared
     from pretuned.runtime import ExpertWeights
 
-    given = [ExpertWeights.mxfp4(torch.zeros(E, 64, 32, dtype=torch.uint8), torch.full((E, 64, 2), 130).byte())]
+    packed = [ExpertWeights.mxfp4(torch.zeros(E, 64, 32, dtype=torch.uint8), torch.full((E, 64, 2), 130).byte())]
     with pytest.raises(InputError, match=r"no kernel takes the scales of .*mxfp4.* PRETUNED_SGLANG=0 serves"):
-        prepared(given, "PRETUNED_SGLANG", on_gpu=True)
-    assert not prepared(given, "PRETUNED_SGLANG", on_gpu=False)[0].order
+        prepared(packed, "PRETUNED_SGLANG", on_gpu=True)
+    assert not prepared(packed, "PRETUNED_SGLANG", on_gpu=False)[0].order
 
 
 def gpt_oss(width: int) -> tuple[dict[str, torch.Tensor], list[Any], list[torch.Tensor]]:
@@ -696,16 +698,16 @@ def gpt_oss(width: int) -> tuple[dict[str, torch.Tensor], list[Any], list[torch.
     from pretuned.runtime import ExpertWeights
 
     torch.manual_seed(0)
-    given = [ExpertWeights.quantize(torch.randn(E, *one) * 0.1, "mxfp4") for one in ((2 * width, H), (H, width))]
+    packed = [ExpertWeights.quantize(torch.randn(E, *shape) * 0.1, "mxfp4") for shape in ((2 * width, H), (H, width))]
     biases = [torch.randn(E, 2 * width).bfloat16(), torch.randn(E, H).bfloat16()]
     tensors = {}
-    for name, one, bias in zip(("gate_up_proj", "down_proj"), given, biases, strict=True):
+    for name, matrix, bias in zip(("gate_up_proj", "down_proj"), packed, biases, strict=True):
         tensors |= {
-            f"experts.{name}_blocks": one.codes.unflatten(2, (-1, 16)),
-            f"experts.{name}_scales": one.scale,
+            f"experts.{name}_blocks": matrix.codes.unflatten(2, (-1, 16)),
+            f"experts.{name}_scales": matrix.scale,
             f"experts.{name}_bias": bias,
         }
-    return tensors, given, biases
+    return tensors, packed, biases
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
@@ -715,8 +717,8 @@ def test_ranks_of_gpt_oss_add_up_to_the_whole_layer(tp: int, monkeypatch: pytest
     from sglang.srt.models.gpt_oss import GptOssForCausalLM
 
     width, kind = 1440, KINDS["gpt-oss mxfp4"]
-    tensors, given, biases = gpt_oss(width)
-    exact = ask(twin(given, biases, **kind.layer, intermediate_size=width), *question())
+    tensors, packed, biases = gpt_oss(width)
+    exact = ask(twin(packed, biases, **kind.layer, intermediate_size=width), *question())
     load(monkeypatch, PRETUNED_SGLANG="1")
     monkeypatch.setattr(mxfp4, "has_triton_kernels", True)  # which is not installed here: SGLang pads for it
     out = torch.zeros(T, H)
@@ -729,7 +731,7 @@ def test_ranks_of_gpt_oss_add_up_to_the_whole_layer(tp: int, monkeypatch: pytest
         model.config = SimpleNamespace(intermediate_size=width, num_local_experts=E)
         GptOssForCausalLM._load_mxfp4_experts_weights(model, tensors.items())
         layer.quant_method.process_weights_after_loading(layer)
-        assert all(one.is_prepared for one in layer.pretuned_experts.weights)
+        assert all(weight.is_prepared for weight in layer.pretuned_experts.weights)
         out += ask(layer, *question())
     assert near(out, exact, "mxfp4")
 
@@ -737,27 +739,27 @@ def test_ranks_of_gpt_oss_add_up_to_the_whole_layer(tp: int, monkeypatch: pytest
 def test_gpt_oss_in_two_processes(tmp_path: Path) -> None:
     """In a width that SGLang pads for triton_kernels alone, which is not installed here."""
     width, kind = 192, KINDS["gpt-oss mxfp4"]
-    tensors, given, biases = gpt_oss(width)
-    exact = ask(twin(given, biases, **kind.layer, intermediate_size=width), *question())
+    tensors, packed, biases = gpt_oss(width)
+    exact = ask(twin(packed, biases, **kind.layer, intermediate_size=width), *question())
     torch.save({"width": width, "layer": kind.layer, "tensors": tensors, "question": question()}, tmp_path / "given.pt")
     script, port = Path(sglang_layer.__file__).with_name("sglang_rank.py"), sglang_layer.free_port()
     ranks = [
         subprocess.Popen([sys.executable, script, str(rank), "2", str(port), tmp_path], stderr=subprocess.PIPE)
         for rank in range(2)
     ]
-    for one in ranks:
-        _, error = one.communicate(timeout=600)
-        assert one.returncode == 0, error.decode()[-3000:]
+    for process in ranks:
+        _, error = process.communicate(timeout=600)
+        assert process.returncode == 0, error.decode()[-3000:]
     for rank in range(2):
-        told = torch.load(tmp_path / f"{rank}.pt")
-        assert near(told["out"], exact, "mxfp4")
-        assert told["lines"][-1] == (
+        report = torch.load(tmp_path / f"{rank}.pt")
+        assert near(report["out"], exact, "mxfp4")
+        assert report["lines"][-1] == (
             "pretuned: runs the MoE layers of E=4 H=256 I=96 (padded to 128: 33.3% more memory) k=2 mxfp4 swiglu_oai"
         )
 
 
 def test_a_zero_point_of_0_that_sglang_s_loader_changes_leaves_the_layer_to_sglang(
-    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     from pretuned.integrations import sglang
 
@@ -765,16 +767,16 @@ def test_a_zero_point_of_0_that_sglang_s_loader_changes_leaves_the_layer_to_sgla
     sglang.PLUG_IN._logged.clear()
     load(monkeypatch, PRETUNED_SGLANG="1")
     layer = fused(quant_config(name))
-    given = matrices(name, 0)
-    given[0].zero[1, 5, 2] = 0
-    fill(layer, name, given)
+    packed = matrices(name, 0)
+    packed[0].zero[1, 5, 2] = 0
+    fill(layer, name, packed)
     layer.quant_method.process_weights_after_loading(layer)
     assert not hasattr(layer, "pretuned_experts")
-    assert "a zero point of 0, which SGLang's loader makes 16" in lines(told)[-1]
+    assert "a zero point of 0, which SGLang's loader makes 16" in lines(logged)[-1]
 
 
 def test_gate_and_up_with_two_global_scales_are_left_to_sglang(
-    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
     from pretuned.integrations import sglang
 
@@ -783,7 +785,7 @@ def test_gate_and_up_with_two_global_scales_are_left_to_sglang(
     layer, processed = fused(quant_config("modelopt nvfp4")), []
     fill(layer, "modelopt nvfp4", matrices("modelopt nvfp4", 0))
     layer.w13_weight_scale_2.data[2, 1] *= 2
-    sglang.loaded(lambda *given: processed.append(given), layer.quant_method, layer)
+    sglang.loaded(lambda *args: processed.append(args), layer.quant_method, layer)
     assert processed == [(layer.quant_method, layer)]
     assert layer.runner_backend.value == "marlin"
-    assert "gate and up of expert 2 have the global scales [" in lines(told)[-1]
+    assert "gate and up of expert 2 have the global scales [" in lines(logged)[-1]

@@ -23,12 +23,12 @@ def test_older_versions_run_as_without(version: str) -> None:
         command = [sys.executable, _SCRIPT, mode]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:]
-        told = json.loads(done.stdout.splitlines()[-1])
-        assert (told["sglang"], told["bf16"], told["fp8"]) == (version, "TritonRunnerCore", "TritonRunnerCore")
+        report = json.loads(done.stdout.splitlines()[-1])
+        assert (report["sglang"], report["bf16"], report["fp8"]) == (version, "TritonRunnerCore", "TritonRunnerCore")
         if mode:  # nothing of it breaks, if it were taken for one that was tried
-            assert any("WARNING pretuned: MoE layers stay with SGLang" in one for one in told["lines"])
+            assert any("WARNING pretuned: MoE layers stay with SGLang" in line for line in report["lines"])
         else:
-            assert told["lines"] == [
+            assert report["lines"] == [
                 f"WARNING pretuned was tested with SGLang 0.5.23 and this is {version}: every MoE layer stays with "
                 "SGLang"
             ]

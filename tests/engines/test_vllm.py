@@ -25,18 +25,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     seen: list[int] = []
     apply = PretunedExperts.apply
 
-    def counted(self: Any, output: torch.Tensor, **given: Any) -> None:
+    def counted(self: Any, output: torch.Tensor, **kwargs: Any) -> None:
         seen.append(output.shape[0])
-        apply(self, output, **given)
+        apply(self, output, **kwargs)
 
     monkeypatch.setattr(PretunedExperts, "apply", counted)
     return seen
 
 
 def like(said: Told, other: Told, tolerance: float) -> bool:
-    """Whether the tokens are the same, and their probabilities nearly."""
+    """Return True if the tokens are the same, and their probabilities nearly."""
     pairs = zip(itertools.chain(*said.logprobs), itertools.chain(*other.logprobs), strict=True)
-    return said.tokens == other.tokens and all(abs(one - two) <= tolerance for one, two in pairs)
+    return said.tokens == other.tokens and all(abs(ours - two) <= tolerance for ours, two in pairs)
 
 
 @pytest.mark.parametrize(
@@ -49,14 +49,14 @@ def test_a_model_says_the_same(name: str, models: dict[str, Path], without: dict
         return generate(llm)
 
     wanted = without[name]  # before: vLLM sets up its loggers when the first engine starts
-    with lines() as told:
+    with lines() as logged:
         said = run(models[name], "1", ask)
     assert like(said, wanted, 1e-4)
     steps = NEW_TOKENS * _LAYERS[name]  # each makes a token for both prompts, but where the second begins a step later
     assert steps <= len(calls) <= steps + _LAYERS[name]
     assert sum(calls) == _LAYERS[name] * (45 + 2 * (NEW_TOKENS - 1))
-    assert len(told) == 1
-    assert told[0].startswith("pretuned: runs the MoE layers of E=8 H=64 I=")
+    assert len(logged) == 1
+    assert logged[0].startswith("pretuned: runs the MoE layers of E=8 H=64 I=")
 
 
 def test_bfloat16(models: dict[str, Path], without: dict[str, Told], calls: list[int]) -> None:
@@ -71,11 +71,11 @@ def test_an_activation_that_is_none_of_pretuned_s_stays_with_vllm(
     from pretuned.integrations.vllm import experts
 
     monkeypatch.delitem(experts._ACTIVATIONS, "swigluoai")
-    with lines() as told:
+    with lines() as logged:
         said = run(models["gpt-oss"], "1", generate)
     assert said == without["gpt-oss"]
     assert not calls
-    (told_once,) = told
+    (told_once,) = logged
     assert "to vLLM's CPU backend: the activation swigluoai is none of pretuned's (silu, gelu, " in told_once
 
 
@@ -109,9 +109,9 @@ def test_torch_compile_traces_it(
     def ask(llm: Any) -> tuple[Told, int, int]:
         return generate(llm), counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
-    with lines() as told:
+    with lines() as logged:
         said, traced, breaks = run(models[_ONE], "1", ask, enforce_eager=False)
     assert like(said, wanted, 1e-4)
-    assert len(told) == 1
+    assert len(logged) == 1
     assert traced  # the model: vLLM's other functions were left as they are when they were imported
     assert not breaks

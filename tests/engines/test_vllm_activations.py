@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import save
 from vllm_engine import NEW_TOKENS, config, generate, lines, run
-from vllm_flagships import FLAGSHIPS, E, Made, error_of, function, made, results, twin
+from vllm_flagships import FLAGSHIPS, E, Made, build_flagship, error_of, function, results, twin
 
 pytestmark = pytest.mark.filterwarnings("default")
 _TOKENS = {"mxfp4": 0.01, "fp8_block": 0.08, None: 0.01}  # of fp8 blocks x is quantised, too
@@ -26,25 +26,27 @@ def test_in_a_whole_engine_each_layer_has_its_own_limit(monkeypatch: pytest.Monk
 
     limits, calls, apply = [0.0, 10.0], [], PretunedExperts.apply
 
-    def kept(self: Any, output: torch.Tensor, hidden_states: torch.Tensor, **given: Any) -> None:
-        apply(self, output=output, hidden_states=hidden_states, **given)
-        calls.append((hidden_states.clone(), given["topk_weights"].clone(), given["topk_ids"].clone(), output.clone()))
+    def kept(self: Any, output: torch.Tensor, hidden_states: torch.Tensor, **kwargs: Any) -> None:
+        apply(self, output=output, hidden_states=hidden_states, **kwargs)
+        calls.append(
+            (hidden_states.clone(), kwargs["topk_weights"].clone(), kwargs["topk_ids"].clone(), output.clone())
+        )
 
     path = save("EXAONE-MoE", tmp_path / "model")
     tensors = load_file(path / "model.safetensors")
-    for name, one in tensors.items():
+    for name, tensor in tensors.items():
         if ".experts." in name and not name.endswith("down_proj.weight"):
-            one.mul_(40)  # limits act
+            tensor.mul_(40)  # limits act
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     said = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(said | {"swiglu_limits": limits}))
     monkeypatch.setattr(PretunedExperts, "apply", kept)
     ignored = run(path, "0", generate)  # by vLLM's own layers on the CPU
-    with lines() as told:
+    with lines() as logged:
         _, said_with = run(path, "1", lambda llm: (calls.clear(), generate(llm)))
     assert said_with.tokens != ignored.tokens
     sizes = "pretuned: runs the MoE layers of E=8 H=64 I=32 k=2 fp32"
-    assert told == [f"{sizes} silu", f"{sizes} swiglu(limit=10)"]
+    assert logged == [f"{sizes} silu", f"{sizes} swiglu(limit=10)"]
     assert len(calls) >= 2 * NEW_TOKENS
     acts = [function("SiluAndMul", ()), function("SiluAndMulWithClamp", (limits[1],))]
     for i, (x, weights, ids, out) in enumerate(calls):
@@ -87,10 +89,10 @@ def vllm_of_one_process() -> Iterator[None]:
 @pytest.mark.parametrize("name", FLAGSHIPS)
 def test_a_model_s_layer_computes_the_model_s_activation(name: str) -> None:
     flagship = FLAGSHIPS[name]
-    with lines() as told:
-        layer = made(flagship)
+    with lines() as logged:
+        layer = build_flagship(flagship)
     H, wide = layer.w2.shape[1:]
-    assert told == [f"pretuned: runs the MoE layers of E={E} H={H} I={wide} k=2 {flagship.logged}"]
+    assert logged == [f"pretuned: runs the MoE layers of E={E} H={H} I={wide} k=2 {flagship.logged}"]
     got = results(flagship, layer)
     assert error_of(got.out, got.twin) < _TOKENS[flagship.quantised]
     assert error_of(got.out, got.without) > 0.15  # a layer that ignored the numbers would fail
@@ -100,7 +102,7 @@ def test_a_model_s_layer_computes_the_model_s_activation(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float32, torch.uint8])
 def test_scales_of_mxfp4_are_loaded_as_their_bytes(dtype: torch.dtype) -> None:
     """DeepSeek-V4's are e8m0, which a copy into bytes would round to integers; vLLM's own method loads all three."""
-    routed = made(FLAGSHIPS["Kimi-K3"], process=False).routed
+    routed = build_flagship(FLAGSHIPS["Kimi-K3"], process=False).routed
     codes = torch.randint(118, 126, (128, 4), dtype=torch.uint8)
     scale = codes if dtype is torch.uint8 else codes.view(torch.float8_e8m0fnu).to(dtype)
     for shard, name in (("w1", "w13"), ("w3", "w13"), ("w2", "w2")):
@@ -112,17 +114,17 @@ def test_scales_of_mxfp4_are_loaded_as_their_bytes(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("vllm_of_one_process")
 def test_experts_of_a_deepseek_v4_checkpoint_are_loaded_and_run() -> None:
-    """As its model's ``load_weights`` does: codes are int8 and scales e8m0, of each expert's w1, w3 and w2."""
+    """The model's ``load_weights`` loads int8 codes and e8m0 scales, each expert's w1, w3 and w2."""
     from pretuned.runtime import ExpertWeights
 
     flagship = FLAGSHIPS["DeepSeek-V4-Flash"]
-    layer = made(flagship, process=False)
-    given = [
+    layer = build_flagship(flagship, process=False)
+    matrices = [
         ExpertWeights.quantize(torch.randn(*shape) * size, "mxfp4")
         for shape, size in (((E, 256, 128), 1.0), ((E, 128, 128), 0.1))
     ]
-    for which, one in zip(("w13", "w2"), given, strict=True):
-        tensors = {"weight": one.codes.view(torch.int8), "weight_scale": one.scale.view(torch.float8_e8m0fnu)}
+    for which, matrix in zip(("w13", "w2"), matrices, strict=True):
+        tensors = {"weight": matrix.codes.view(torch.int8), "weight_scale": matrix.scale.view(torch.float8_e8m0fnu)}
         for name, tensor in tensors.items():
             parameter = getattr(layer.routed, f"{which}_{name}")
             for e in range(E):
@@ -132,7 +134,7 @@ def test_experts_of_a_deepseek_v4_checkpoint_are_loaded_and_run() -> None:
                 for shard, half in shards.items():
                     parameter.weight_loader(parameter, half, f"experts.{which}_{name}", shard_id=shard, expert_id=e)
     layer.routed.quant_method.process_weights_after_loading(layer.routed)
-    w13, w2 = (one.dequantize().float() for one in given)
+    w13, w2 = (matrix.dequantize().float() for matrix in matrices)
     got = results(flagship, layer._replace(w13=w13, w2=w2))
     assert error_of(got.out, got.twin) < 0.01
     assert error_of(got.out, got.without) > 0.15
@@ -185,26 +187,26 @@ def test_each_activation_is_vllm_s(name: str, settings: dict[str, float], act: A
     from pretuned.runtime import Activation
     from pretuned.runtime.ops.activation import activate
 
-    found = activation_of(moe(name, **settings), ActivationNumbers.of(moe(name, **settings)))
-    assert not isinstance(found, str)
+    activation = activation_of(moe(name, **settings), ActivationNumbers.of(moe(name, **settings)))
+    assert not isinstance(activation, str)
     h = torch.randn(32, 128, generator=torch.Generator().manual_seed(0)) * 15  # limits act on many, on both sides
     wanted = (function(act, arguments) if isinstance(act, str) else act)(h)
-    out = activate(h, found.function, gated=found.gated, interleaved=found.interleaved)
+    out = activate(h, activation.function, gated=activation.gated, interleaved=activation.interleaved)
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
-    act = found.function
+    act = activation.function
     if act.limit is not None or act.linear_beta is not None:  # where these were ignored, it would fail
         beta = {"beta": act.beta} if act.name == "situ" else {}
         plain = (
             Activation(act.name, **beta) if act.alpha == 1.0 else Activation("swiglu", alpha=act.alpha, beta=act.beta)
         )
-        unlimited = activate(h, plain, gated=found.gated, interleaved=found.interleaved)
+        unlimited = activate(h, plain, gated=activation.gated, interleaved=activation.interleaved)
         assert float((unlimited - wanted).abs().max() / wanted.abs().max()) > 0.2
 
 
 def test_all_of_vllm_s_activations_are_tested() -> None:
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    assert {name for name, *_ in _ACTS} == {one.value for one in MoEActivation}
+    assert {name for name, *_ in _ACTS} == {activation.value for activation in MoEActivation}
 
 
 @pytest.mark.parametrize(
@@ -234,9 +236,9 @@ def test_numbers_that_vllm_s_backends_read_differently_stay_with_vllm(
 ) -> None:
     from pretuned.integrations.vllm.experts import ActivationNumbers, activation_of
 
-    found = activation_of(moe(name, **settings), ActivationNumbers.of(moe(name, **settings)))
-    assert isinstance(found, str)
-    assert found.startswith(f"the activation {why}")
+    reason = activation_of(moe(name, **settings), ActivationNumbers.of(moe(name, **settings)))
+    assert isinstance(reason, str)
+    assert reason.startswith(f"the activation {why}")
 
 
 def test_older_layers_have_the_numbers_themselves() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from made import ON_H200
+from small_bundles import ON_H200
 from vllm_engine import config, lines
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -76,12 +76,12 @@ def test_a_layer_that_can_not_be_taken_is_vllm_s(doing: str, monkeypatch: pytest
     PLUG_IN._logged.clear()
     load_plugins(monkeypatch, PRETUNED_VLLM="1")
     monkeypatch.setattr(experts, {"take": "tell_taken", "keep": "keep"}[doing], fails)
-    with lines() as told:
+    with lines() as logged:
         for _ in range(3):
             method, layer = UnquantizedFusedMoEMethod(config()), torch.nn.Module()
             method.create_weights(layer, 4, 32, 32, torch.bfloat16)
             assert method.unquantized_backend.name == "CPU"
-    assert [one for one in told if " runs the MoE layers of " not in one] == [
+    assert [line for line in logged if " runs the MoE layers of " not in line] == [
         f"pretuned: MoE layers stay with vLLM, as pretuned could not take a layer: RuntimeError: {doing} is made to "
         "fail. PRETUNED_VLLM=0 switches pretuned off"
     ]
@@ -109,10 +109,10 @@ def test_without_a_switch_the_cpu_stays_with_vllm(monkeypatch: pytest.MonkeyPatc
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     load_plugins(monkeypatch)
-    with lines() as told:
+    with lines() as logged:
         methods = [UnquantizedFusedMoEMethod(config()) for _ in range(3)]
-    assert {one.unquantized_backend.name for one in methods} == {"CPU"}
-    assert told == [
+    assert {method.unquantized_backend.name for method in methods} == {"CPU"}
+    assert logged == [
         "pretuned: leaves the MoE layers of E=4 H=32 I=32 to vLLM's CPU backend: pretuned has no kernels for the cpu "
         "(PRETUNED_VLLM=1 runs its reference there)"
     ]
@@ -137,7 +137,7 @@ def test_what_stays_with_vllm_and_why() -> None:
     for backend in ("deepep_low_latency", "nixl_ep"):
         assert why("BATCHED_TRITON", parallel={"dp_size": 2, "use_ep": True, "all2all_backend": backend}) is None
     assert why(everywhere=False) == "pretuned has no kernels for the cpu (PRETUNED_VLLM=1 runs its reference there)"
-    for told, changes in {
+    for why_not, changes in {
         "--moe-backend triton asks for it": {"moe_backend": "triton"},
         "its weights lie in an order of its own": {"backend": "MOONEP"},
         "the dtype torch.float64 is none": {"in_dtype": torch.float64},
@@ -147,7 +147,7 @@ def test_what_stays_with_vllm_and_why() -> None:
     }.items():
         reason = why(**changes)
         assert reason is not None
-        assert told in reason
+        assert why_not in reason
 
 
 def test_on_a_gpu_the_bundles_decide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,10 +172,12 @@ def test_on_a_gpu_the_bundles_decide(monkeypatch: pytest.MonkeyPatch) -> None:
         return experts.refusal(moe, act, "TRITON", everywhere=everywhere)
 
     assert why(False) is None
-    told = why(False, intermediate_size=400)
-    assert told is not None
-    assert told.startswith("no bundle was measured for forward bf16 E=128 N=800 K=2048 at about 8 rows on NVIDIA H200")
-    assert told.endswith('aot build --models "shape:E=128,H=2048,I=400,k=8 ops=forward"')
+    reason = why(False, intermediate_size=400)
+    assert reason is not None
+    assert reason.startswith(
+        "no bundle was measured for forward bf16 E=128 N=800 K=2048 at about 8 rows on NVIDIA H200"
+    )
+    assert reason.endswith('aot build --models "shape:E=128,H=2048,I=400,k=8 ops=forward"')
     assert why(True, intermediate_size=400) is None
 
 
@@ -202,9 +204,9 @@ def test_vllm_s_batch_invariance_is_pretuned_s(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(experts.PretunedExperts, "_supports_current_device", staticmethod(lambda: True))
         assert experts.refusal(moe, act, "TRITON", everywhere=False) is None
         assert snapshot().invariance is not None
-        with lines() as told:
+        with lines() as logged:
             experts.tell_taken(experts.layer_of(moe, act))
-        assert told[0].endswith("; batch-invariant, fp8's x is never quantised")
+        assert logged[0].endswith("; batch-invariant, fp8's x is never quantised")
         monkeypatch.setenv("PRETUNED_BATCH_INVARIANT", "0")
         reload()
         assert "batch invariance" in str(experts.refusal(moe, act, "TRITON", everywhere=False))
@@ -262,7 +264,7 @@ def test_experts_of_other_ranks_and_ids_that_stand_for_none() -> None:
 
 @pytest.mark.parametrize("mode", ["decode", "prefill"])
 def test_layouts_of_deepep_v2(mode: str) -> None:
-    """As its prepare step documents them: a buffer for the worst case, or rows by expert with their counts.
+    """The layouts that DeepEP documents: a buffer for the worst case, or rows by expert with their counts.
 
     DeepEP is not installed here: the tensors are made by hand, with NaN where it leaves memory as it was.
     """
@@ -289,11 +291,11 @@ def test_layouts_of_deepep_v2(mode: str) -> None:
         factors = torch.stack([weights[t, s : s + 1] for _, t, s in slots])
         routed = torch.tensor([[e] for e, _, _ in slots])
         counts = mk.ExpertTokensMetadata.make_from_list(routed.flatten().bincount(minlength=E).tolist(), device="cpu")
-    made = PretunedExperts(
+    experts = PretunedExperts(
         config(num_experts=6, num_local_experts=E, in_dtype=torch.float32), FusedMoEQuantConfig.make()
     )
     out = torch.full_like(rows, torch.nan)
-    made.apply(
+    experts.apply(
         output=out,
         hidden_states=rows,
         w1=w13,
@@ -331,19 +333,19 @@ def test_the_rows_of_this_rank_choose_its_kernels(
     from pretuned.integrations.vllm import experts as plug_in
 
     E, T, H, I = 3, 5, 32, 16  # noqa: E741
-    made = plug_in.PretunedExperts(
+    experts = plug_in.PretunedExperts(
         config(num_experts=experts_of_all, num_local_experts=E, in_dtype=torch.float32), FusedMoEQuantConfig.make()
     )
     hints: list[int | None] = []
 
-    def spied(*given: Any, expected_rows: int | None, **how: Any) -> torch.Tensor:
+    def spied(*args: Any, expected_rows: int | None, **how: Any) -> torch.Tensor:
         hints.append(expected_rows)
-        return moe_mlp(*given, expected_rows=expected_rows, **how)
+        return moe_mlp(*args, expected_rows=expected_rows, **how)
 
     moe_mlp = plug_in.moe_mlp
     monkeypatch.setattr(plug_in, "moe_mlp", spied)
-    told = None if counts is None else ExpertTokensMetadata.make_from_list(counts, device="cpu")
-    made.apply(
+    metadata = None if counts is None else ExpertTokensMetadata.make_from_list(counts, device="cpu")
+    experts.apply(
         output=torch.empty(T, H),
         hidden_states=torch.randn(T, H),
         w1=torch.randn(E, 2 * I, H),
@@ -353,7 +355,7 @@ def test_the_rows_of_this_rank_choose_its_kernels(
         activation=MoEActivation.SILU,
         global_num_experts=experts_of_all,
         expert_map=torch.tensor([0, 1, 2] + [-1] * (experts_of_all - E)),
-        expert_tokens_meta=told,
+        expert_tokens_meta=metadata,
         apply_router_weight_on_input=False,
     )
     alike = 5 if experts_of_all == 6 else None
@@ -388,25 +390,25 @@ def test_padded_tokens_by_expert(backend: str, is_weighted: bool, monkeypatch: p
             want[t] += weight * (w2[ids[t, s]] @ (torch.nn.functional.silu(gate) * up))
     hints: list[int] = []
 
-    def spied(*given: Any, expected_rows: int, **how: Any) -> torch.Tensor:
+    def spied(*args: Any, expected_rows: int, **how: Any) -> torch.Tensor:
         hints.append(expected_rows)
-        return experts_mlp(*given, expected_rows=expected_rows, **how)
+        return experts_mlp(*args, expected_rows=expected_rows, **how)
 
     experts_mlp = plug_in.experts_mlp
     monkeypatch.setattr(plug_in, "experts_mlp", spied)
     quant, got = FusedMoEQuantConfig.make(), torch.zeros(T, H)
     for rank in range(ranks):
-        made = plug_in.PretunedBatchedExperts(
+        experts = plug_in.PretunedBatchedExperts(
             batched(E, ranks * E, backend), quant, max_num_tokens=most // 2, num_dispatchers=2
         )
         dispatch = BatchedPrepareAndFinalize(most, E, 2, rank)
         rows, _, counts, _, _ = dispatch.prepare(x.clone(), weights, ids, ranks * E, None, is_weighted, quant)
         for e in range(E):
             rows[e, int(counts.expert_num_tokens[e]) :] = float("nan")  # what an all-to-all leaves there
-        shapes = made.workspace_shapes(T, 2 * I, H, k, ranks * E, E, counts, MoEActivation.SILU)
+        shapes = experts.workspace_shapes(T, 2 * I, H, k, ranks * E, E, counts, MoEActivation.SILU)
         assert shapes == ((0,), (0,), rows.shape)
         out = torch.full(shapes[2], 7.25)
-        made.apply(
+        experts.apply(
             output=out,
             hidden_states=rows,
             w1=w13[rank * E : (rank + 1) * E],
@@ -426,7 +428,7 @@ def test_padded_tokens_by_expert(backend: str, is_weighted: bool, monkeypatch: p
         for e in range(E):
             assert (out[e, int(counts.expert_num_tokens[e]) :] == 7.25).all()
         part = torch.zeros(T, H)
-        how = made.finalize_weight_and_reduce_impl()
+        how = experts.finalize_weight_and_reduce_impl()
         dispatch.finalize(part, out, weights, ids, is_weighted, how)
         got += part
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -457,6 +459,6 @@ def test_a_layer_of_padded_tokens_is_taken() -> None:
     )
     plug_in.take(method, everywhere=True)
     assert method.experts_cls is plug_in.PretunedBatchedExperts
-    made = method.experts_cls(method.moe, FusedMoEQuantConfig.make(), max_num_tokens=4, num_dispatchers=2)
+    experts = method.experts_cls(method.moe, FusedMoEQuantConfig.make(), max_num_tokens=4, num_dispatchers=2)
     w13, layer = torch.randn(4, 64, 32), SimpleNamespace(w2_weight=torch.randn(4, 32, 32))
-    plug_in.try_once(made, layer, w13)
+    plug_in.try_once(experts, layer, w13)

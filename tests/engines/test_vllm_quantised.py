@@ -97,18 +97,18 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     from vllm.scalar_type import scalar_types
 
-    for one in (cpu_moe.CPUExpertsFp8, cpu_moe.CPUExpertsMxfp4, cpu_moe.CPUExpertsInt4):
-        monkeypatch.setattr(one, "_supports_current_device", staticmethod(lambda: True))
-        monkeypatch.setattr(one, "_supports_quant_scheme", staticmethod(lambda *_: True))
-    for one in (compressed_tensors_moe_w4a4_nvfp4, modelopt):
-        monkeypatch.setattr(one, "select_nvfp4_moe_backend", lambda **_: (NvFp4MoeBackend.MARLIN, None))
-    for one in (compressed_tensors_moe_w8a8_mxfp8, modelopt):
+    for experts_class in (cpu_moe.CPUExpertsFp8, cpu_moe.CPUExpertsMxfp4, cpu_moe.CPUExpertsInt4):
+        monkeypatch.setattr(experts_class, "_supports_current_device", staticmethod(lambda: True))
+        monkeypatch.setattr(experts_class, "_supports_quant_scheme", staticmethod(lambda *_: True))
+    for experts_class in (compressed_tensors_moe_w4a4_nvfp4, modelopt):
+        monkeypatch.setattr(experts_class, "select_nvfp4_moe_backend", lambda **_: (NvFp4MoeBackend.MARLIN, None))
+    for experts_class in (compressed_tensors_moe_w8a8_mxfp8, modelopt):
         chosen = Fp8MoeBackend.MARLIN, cpu_moe.CPUExpertsFp8
-        monkeypatch.setattr(one, "select_mxfp8_moe_backend", lambda chosen=chosen, **_: chosen)
+        monkeypatch.setattr(experts_class, "select_mxfp8_moe_backend", lambda chosen=chosen, **_: chosen)
     # vLLM refuses GPTQ with zero points where it makes dense layers, which are not quantised here.
     monkeypatch.setitem(auto_gptq.AutoGPTQConfig.TYPE_MAP, (4, False), scalar_types.uint4)
-    for one in (auto_awq, auto_gptq):
-        monkeypatch.setattr(one, "check_moe_marlin_supports_layer", lambda *_, **__: True)
+    for experts_class in (auto_awq, auto_gptq):
+        monkeypatch.setattr(experts_class, "check_moe_marlin_supports_layer", lambda *_, **__: True)
 
 
 @pytest.fixture(scope="module", params=_KINDS)
@@ -122,11 +122,11 @@ def pair(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def calls_of(llm: Any) -> tuple[Told, list[str]]:
-    """What it says, and by which classes its layers ran."""
+    """Return the model's output and the classes by which its layers ran."""
     ran = []
     (model,) = llm.apply_model(lambda model: model)
-    for one in model.modules():
-        method = getattr(one, "quant_method", None)
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
         if hasattr(method, "moe_kernel"):
             ran.append(type(method.moe_kernel.fused_experts).__name__)
     return generate(llm), ran
@@ -134,10 +134,10 @@ def calls_of(llm: Any) -> tuple[Told, list[str]]:
 
 def test_a_quantised_model_says_what_its_twin_says(kind: str, pair: Pair) -> None:
     own = run(pair.twin, "0", generate, dtype="bfloat16")
-    with lines() as told:
+    with lines() as logged:
         said, ran = run(pair.quantised, "1", calls_of, dtype="bfloat16", **_SETTINGS.get(kind, {}))
     assert set(ran) == {"PretunedQuantisedExperts"}
-    assert told == [f"pretuned: runs the MoE layers of {_TOLD[kind]}"]
+    assert logged == [f"pretuned: runs the MoE layers of {_TOLD[kind]}"]
     twin, _ = run(pair.twin, "1", calls_of, dtype="bfloat16")
     if "fp8" in kind and "mx" not in kind:  # whose tokens are quantised, too
         assert said != twin
@@ -148,7 +148,7 @@ def test_a_quantised_model_says_what_its_twin_says(kind: str, pair: Pair) -> Non
     assert len(said.tokens[0]) == NEW_TOKENS
 
 
-@pytest.mark.parametrize("kind", [one for one in _KINDS if "mxfp4" not in one], indirect=True, scope="module")
+@pytest.mark.parametrize("kind", [kind for kind in _KINDS if "mxfp4" not in kind], indirect=True, scope="module")
 def test_weights_that_are_loaded_again(kind: str, pair: Pair, tmp_path: Path) -> None:
     """(vLLM 0.32 itself says something else after gpt-oss, unquantised as well, is loaded again.)"""
     other = _KINDS[kind](tmp_path, seed=1)
@@ -174,18 +174,18 @@ def test_weights_come_again_in_any_order(kind: str, pair: Pair, tmp_path: Path) 
     other = _KINDS[kind](tmp_path, seed=1)
     settings = {"dtype": "bfloat16", **_SETTINGS.get(kind, {})}
     own = run(other.quantised, "1", generate, **settings)
-    (every,) = (load_file(one) for one in other.quantised.glob("*.safetensors"))
+    (tensors,) = (load_file(path) for path in other.quantised.glob("*.safetensors"))
 
     def ask(llm: Any) -> list[Told]:
-        found, before = [], pointers(llm)
-        for names in (sorted(every, reverse=True), random.Random(3).sample(sorted(every), len(every))):
+        results, before = [], pointers(llm)
+        for names in (sorted(tensors, reverse=True), random.Random(3).sample(sorted(tensors), len(tensors))):
             llm.collective_rpc("reload_weights", kwargs={"weights_path": str(pair.quantised)})
             assert generate(llm) != own
-            given = ((name, every[name]) for name in names)
-            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": given})
-            found.append(generate(llm))
+            changed = ((name, tensors[name]) for name in names)
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": changed})
+            results.append(generate(llm))
         assert pointers(llm) == before
-        return found
+        return results
 
     for said in run(pair.quantised, "1", ask, **settings, enable_prefix_caching=False):
         assert said == own
@@ -208,36 +208,36 @@ def test_weights_are_loaded_again_after_sleep(kind: str, pair: Pair, monkeypatch
         seen.append(spy.most)
 
     def ask(llm: Any) -> tuple[list[Told], int]:
-        found, before = [generate(llm)], pointers(llm)
+        result, before = [generate(llm)], pointers(llm)
         llm.collective_rpc("sleep", kwargs={"level": 1})
         llm.collective_rpc("wake_up")
-        found.append(generate(llm))
+        result.append(generate(llm))
         llm.collective_rpc("sleep", kwargs={"level": 2})
         for tensor in read_by_kernels(llm):
             tensor.view(torch.uint8).fill_(0x5A)
         llm.collective_rpc("wake_up")
         seen.clear()
         llm.collective_rpc("reload_weights")
-        found.append(generate(llm))
+        result.append(generate(llm))
         assert pointers(llm) == before
-        return found, max(tensor.nbytes for tensor in read_by_kernels(llm))
+        return result, max(tensor.nbytes for tensor in read_by_kernels(llm))
 
     monkeypatch.setattr(PretunedQuantisedMethod, "process_weights_after_loading", spied)
-    found, whole = run(pair.quantised, "1", ask, dtype="bfloat16", enable_prefix_caching=False)
-    assert found[1:] == found[:1] * 2
+    got, whole = run(pair.quantised, "1", ask, dtype="bfloat16", enable_prefix_caching=False)
+    assert got[1:] == got[:1] * 2
     assert len(seen) == 2  # layers
     assert max(seen) < whole
 
 
 def read_by_kernels(llm: Any) -> list[torch.Tensor]:
-    """What kernels of all layers read."""
+    """Return the tensors that kernels of all layers read."""
     (model,) = llm.apply_model(lambda model: model)
-    found = []
-    for one in model.modules():
-        kernel = getattr(getattr(one, "quant_method", None), "moe_kernel", None)
+    results = []
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         for weights in kernel.fused_experts.weights if kernel is not None else ():
-            found += [*weights.tensors().values(), *([] if weights.kernel_scale is None else [weights.kernel_scale])]
-    return found
+            results += [*weights.tensors().values(), *([] if weights.kernel_scale is None else [weights.kernel_scale])]
+    return results
 
 
 def pointers(llm: Any) -> list[int]:
@@ -246,7 +246,7 @@ def pointers(llm: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "has", "changes", "told"),
+    ("name", "has", "changes", "message"),
     [
         ("Fp8MoEMethod", {"weight_block_size": [1, 32]}, {}, "fp8 with a scale for each [1, 32]"),
         ("Fp8MoEMethod", {"weight_block_size": [128, 128]}, {"intermediate_size": 192}, "192, is no multiple of 128"),
@@ -306,7 +306,7 @@ def pointers(llm: Any) -> list[int]:
         ),
     ],
 )
-def test_what_stays_with_vllm_and_why(name: str, has: dict[str, Any], changes: dict[str, Any], told: str) -> None:
+def test_what_stays_with_vllm_and_why(name: str, has: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     from pretuned.integrations.vllm.quantised import take
 
     sizes = {
@@ -325,7 +325,7 @@ def test_what_stays_with_vllm_and_why(name: str, has: dict[str, Any], changes: d
     assert len(said) == 1
     assert said[0].startswith("pretuned: leaves the MoE layers of E=8 H=")
     assert " to vLLM's Marlin backend: " in said[0]
-    assert told in said[0]
+    assert message in said[0]
 
 
 def test_methods_of_other_formats_are_passed_over_in_silence() -> None:
@@ -374,7 +374,7 @@ def test_weights_loaded_again_in_another_order_are_an_error() -> None:
         ).prepare()
         for which in ("w13", "w2")
     )
-    assert all(one.order for one in held)
+    assert all(matrix.order for matrix in held)
     method.moe_kernel = SimpleNamespace(fused_experts=SimpleNamespace(weights=held))
     with pytest.raises(InputError, match=r"the weights loaded again are .* the first were .*: start anew"):
         method.process_weights_after_loading(layer)
@@ -392,7 +392,7 @@ def test_each_rank_of_gpt_oss_has_its_blocks_and_zeros(tp: int, rank: int) -> No
     E, H, whole, (width, wide) = 2, 64, 2880, {2: (1440, 1472), 4: (736, 768), 8: (384, 384)}[tp]
     first, last = rank * width, min((rank + 1) * width, whole)
     draw = functools.partial(torch.randint, generator=torch.Generator().manual_seed(rank), dtype=torch.uint8)
-    given = {
+    settings = {
         "w13_weight": draw(0, 256, (E, 2 * whole, H // 2)),
         "w13_weight_scale": draw(120, 128, (E, 2 * whole, H // 32)),
         "w2_weight": draw(0, 256, (E, H, whole // 2)),
@@ -411,38 +411,38 @@ def test_each_rank_of_gpt_oss_has_its_blocks_and_zeros(tp: int, rank: int) -> No
         activation=MoEActivation("swigluoai"),
     )
     own, layer = type("GptOssMxfp4MoEMethod", (), {"moe": moe, "mxfp4_backend": "Marlin"})(), torch.nn.Module()
-    with lines() as told:
+    with lines() as logged:
         method = quantised.take(own, SimpleNamespace(), everywhere=True)
     more = "" if wide == whole // tp else f" (padded to {wide}: {wide * tp / whole - 1:.1%} more memory)"
-    assert told == [f"pretuned: runs the MoE layers of E=2 H=64 I={whole // tp}{more} k=2 mxfp4 swiglu_oai"]
+    assert logged == [f"pretuned: runs the MoE layers of E=2 H=64 I={whole // tp}{more} k=2 mxfp4 swiglu_oai"]
     sizes = method.maybe_roundup_sizes(H, moe.intermediate_size_per_partition, moe.in_dtype, moe.moe_parallel_config)
     assert sizes == (H, width)
     moe.intermediate_size_per_partition = width  # as vLLM's layer does
     method.create_weights(layer, E, H, width, torch.bfloat16)
-    for name, one in layer.named_parameters():
-        one.data.view(torch.uint8).fill_(255 if "scale" in name else 119)
-        part = given[name]
+    for name, parameter in layer.named_parameters():
+        parameter.data.view(torch.uint8).fill_(255 if "scale" in name else 119)
+        part = settings[name]
         if name.startswith("w13"):
             part = part[:, 2 * first : 2 * last]
         elif name != "w2_bias":
             part = part[..., first * part.shape[2] // whole : last * part.shape[2] // whole]
-        one.data[tuple(map(slice, part.shape))].copy_(part)
-        given[name] = part.contiguous()
-    made = [method._prepared(layer, which) for which in ("w13", "w2")]
+        parameter.data[tuple(map(slice, part.shape))].copy_(part)
+        settings[name] = part.contiguous()
+    prepared = [method._prepared(layer, which) for which in ("w13", "w2")]
     method._pad_bias(layer)
-    assert all(one.is_prepared for one in made)
+    assert all(matrix.is_prepared for matrix in prepared)
     n = last - first
-    w13 = made[0].dequantize()
+    w13 = prepared[0].dequantize()
     assert torch.equal(
-        w13[:, : 2 * n], ExpertWeights.mxfp4(given["w13_weight"], given["w13_weight_scale"]).dequantize()
+        w13[:, : 2 * n], ExpertWeights.mxfp4(settings["w13_weight"], settings["w13_weight_scale"]).dequantize()
     )
     assert w13.shape == (E, 2 * wide, H)
     assert not w13[:, 2 * n :].any()
-    w2 = made[1].dequantize()
-    plain = ExpertWeights.mxfp4(given["w2_weight"], given["w2_weight_scale"])
+    w2 = prepared[1].dequantize()
+    plain = ExpertWeights.mxfp4(settings["w2_weight"], settings["w2_weight_scale"])
     assert torch.equal(w2[..., :n], plain.dequantize())
     assert not w2[..., n:].any()
-    assert torch.equal(layer.w13_bias[:, : 2 * n], given["w13_bias"])
+    assert torch.equal(layer.w13_bias[:, : 2 * n], settings["w13_bias"])
     assert layer.w13_bias.shape == (E, 2 * wide)
     assert not layer.w13_bias[:, 2 * n :].any()
 
@@ -456,23 +456,23 @@ class PaddedMethod:
     def maybe_roundup_sizes(self, hidden: int, intermediate: int, *_: Any) -> tuple[int, int]:
         return hidden + 64, intermediate + self.more
 
-    def create_weights(self, layer: Any, hidden_size: int, intermediate_size_per_partition: int, **given: Any) -> None:
+    def create_weights(self, layer: Any, hidden_size: int, intermediate_size_per_partition: int, **kwargs: Any) -> None:
         import torch
 
-        E, H, I = given["num_experts"], hidden_size, intermediate_size_per_partition  # noqa: E741
-        self.params_dtype = given["params_dtype"]
+        E, H, I = kwargs["num_experts"], hidden_size, intermediate_size_per_partition  # noqa: E741
+        self.params_dtype = kwargs["params_dtype"]
         for name, shape in {
             "w13_weight": (E, 2 * I, H // 2),
             "w13_weight_scale": (E, 2 * I, H // 32),
             "w2_weight": (E, I // 2, H),
             "w2_weight_scale": (E, -(-I // 32), H),
         }.items():
-            one = torch.nn.Parameter(torch.full(shape, 255, dtype=torch.uint8), requires_grad=False)
-            one.is_transposed = name.startswith("w2_")
-            layer.register_parameter(name, one)
+            parameter = torch.nn.Parameter(torch.full(shape, 255, dtype=torch.uint8), requires_grad=False)
+            parameter.is_transposed = name.startswith("w2_")
+            layer.register_parameter(name, parameter)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        self.processed = {name: one.data for name, one in layer.named_parameters()}
+        self.processed = {name: parameter.data for name, parameter in layer.named_parameters()}
 
 
 @pytest.mark.parametrize("fails", ["a scale", "the first token"])
@@ -495,22 +495,22 @@ def test_what_can_not_be_run_goes_to_vllm_s_own_method_in_its_layout(
     layer._replace_quant_method = replaced.append
     for name in ("w13_weight", "w2_weight"):
         getattr(layer, name).data.random_(0, 256, generator=torch.Generator().manual_seed(0))
-    given = {name: one.data.clone() for name, one in layer.named_parameters()}
-    with lines() as told:
+    before = {name: parameter.data.clone() for name, parameter in layer.named_parameters()}
+    with lines() as logged:
         method.process_weights_after_loading(layer)
     assert replaced == [own]
     assert layer.hidden_size == method.moe.hidden_dim == 128
     assert method.moe.intermediate_size_per_partition == width + more
     assert own.params_dtype is torch.bfloat16
     for name, columns in (("w13_weight", 32), ("w13_weight_scale", 2)):
-        for half, of in zip(own.processed[name].chunk(2, 1), given[name].chunk(2, 1), strict=True):
+        for half, of in zip(own.processed[name].chunk(2, 1), before[name].chunk(2, 1), strict=True):
             assert torch.equal(half[:, :width, :columns], of)
             assert name != "w13_weight" or not half[:, width:].any()
             assert not half[:, :, columns:].any()
     for name, columns in (("w2_weight", width // 2), ("w2_weight_scale", width // 32)):
-        assert torch.equal(own.processed[name].mT[:, :64, :columns], given[name])
+        assert torch.equal(own.processed[name].mT[:, :64, :columns], before[name])
     assert not own.processed["w2_weight"].mT[:, :, width // 2 :].any()
-    (line,) = told
+    (line,) = logged
     assert line.startswith("pretuned: MoE layers stay with vLLM, as pretuned could not prepare or run a layer: ")
     assert ("no kernel takes the scales of" in line) == (fails == "a scale")
 
@@ -528,12 +528,12 @@ class SameMethod:
         import torch
 
         for name, like in self.shapes.items():
-            one = torch.nn.Parameter(torch.full_like(like, 7), requires_grad=False)
-            one.is_transposed = self.is_turned
-            layer.register_parameter(name, one)
+            parameter = torch.nn.Parameter(torch.full_like(like, 7), requires_grad=False)
+            parameter.is_transposed = self.is_turned
+            layer.register_parameter(name, parameter)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        self.processed = {name: one.data for name, one in layer.named_parameters()}
+        self.processed = {name: parameter.data for name, parameter in layer.named_parameters()}
 
 
 @pytest.mark.parametrize("fails", ["the first product", "the second product", "the first token"])
@@ -558,11 +558,11 @@ def test_packed_weights_that_can_not_be_run_go_to_vllm_s_own_method(
     method.create_weights(layer, 4, 64, 64, torch.bfloat16)
     layer._loaded_expert_biases = {"w13_bias", "w2_bias"}
     g = torch.Generator().manual_seed(0)
-    for one in layer.parameters():
-        drawn = torch.randint(-(1 << 31), 1 << 31, one.shape, generator=g)
-        one.data.copy_(drawn if one.dtype is torch.int32 else torch.rand(one.shape, generator=g))
-    given = {key: one.data.clone() for key, one in layer.named_parameters()}
-    method.own = own = SameMethod(given, bool(format.packing))
+    for parameter in layer.parameters():
+        drawn = torch.randint(-(1 << 31), 1 << 31, parameter.shape, generator=g)
+        parameter.data.copy_(drawn if parameter.dtype is torch.int32 else torch.rand(parameter.shape, generator=g))
+    loaded = {key: parameter.data.clone() for key, parameter in layer.named_parameters()}
+    method.own = own = SameMethod(loaded, bool(format.packing))
     layer._replace_quant_method = lambda _: None
     prepare, calls = quantised.prepared, iter(range(2))
     at = ["the first product", "the second product", "the first token"].index(fails)
@@ -574,26 +574,26 @@ def test_packed_weights_that_can_not_be_run_go_to_vllm_s_own_method(
 
     monkeypatch.setattr(quantised, "prepared", fails_at)
     monkeypatch.setattr(quantised, "_kernel", lambda *_: SimpleNamespace(fused_experts=SimpleNamespace()))
-    with lines() as told:
+    with lines() as logged:
         method.process_weights_after_loading(layer)
-    assert own.processed.keys() == given.keys()
-    assert all(torch.equal(own.processed[key], one) for key, one in given.items())
+    assert own.processed.keys() == loaded.keys()
+    assert all(torch.equal(own.processed[key], tensor) for key, tensor in loaded.items())
     assert not method._loaded
-    (line,) = told
+    (line,) = logged
     assert line.startswith("pretuned: MoE layers stay with vLLM, as pretuned could not prepare or run a layer: ")
 
 
 class StaticMethod(SameMethod):
     """A method like vLLM's, whose parameters have scales of x, which its loader writes."""
 
-    def create_weights(self, layer: Any, **given: Any) -> None:
+    def create_weights(self, layer: Any, **kwargs: Any) -> None:
         import torch
 
-        super().create_weights(layer, **given)
+        super().create_weights(layer, **kwargs)
         for which in ("w13", "w2"):
-            one = torch.nn.Parameter(torch.ones(4, 2), requires_grad=False)
-            one.weight_loader = self.load
-            layer.register_parameter(f"{which}_input_scale", one)
+            parameter = torch.nn.Parameter(torch.ones(4, 2), requires_grad=False)
+            parameter.weight_loader = self.load
+            layer.register_parameter(f"{which}_input_scale", parameter)
 
     def load(self, param: Any, scale: Any, name: str, *, shard_id: str, expert_id: int) -> None:
         param.data[expert_id, int(shard_id == "w3")] = scale
@@ -613,15 +613,15 @@ def test_gate_and_up_with_two_global_scales_go_to_vllm_s_own_method_with_the_sca
     method.create_weights(layer, 4, 64, 64, torch.bfloat16, weight_loader=lambda *_: None)
     layer.w13_weight_scale_2.data.fill_(0.5)
     layer.w13_weight_scale_2.data[2, 1] = 0.25
-    given = {name: one.data.clone() for name, one in layer.named_parameters() if "input" not in name}
-    method.own = own = StaticMethod(given, is_turned=False)
+    loaded = {name: parameter.data.clone() for name, parameter in layer.named_parameters() if "input" not in name}
+    method.own = own = StaticMethod(loaded, is_turned=False)
     for shard, scale in (("w1", 2.0), ("w3", 3.0)):
-        one = layer.w13_input_scale
-        one.weight_loader(one, torch.tensor(scale), "experts.w13_input_scale", shard_id=shard, expert_id=1)
+        parameter = layer.w13_input_scale
+        parameter.weight_loader(parameter, torch.tensor(scale), "experts.w13_input_scale", shard_id=shard, expert_id=1)
     layer._replace_quant_method = lambda _: None
-    with lines() as told:
+    with lines() as logged:
         method.process_weights_after_loading(layer)
-    assert {name for name, one in given.items() if not torch.equal(own.processed[name], one)} == set()
+    assert {name for name, tensor in loaded.items() if not torch.equal(own.processed[name], tensor)} == set()
     assert own.processed["w13_input_scale"].tolist() == [[1, 1], [2, 3], [1, 1], [1, 1]]
-    (line,) = told
+    (line,) = logged
     assert "gate and up of expert 2 have the global scales [0.5, 0.25], wanted one for both" in line

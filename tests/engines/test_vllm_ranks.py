@@ -101,12 +101,12 @@ def test_tokens_of_data_parallel_ranks_are_gathered(
         with log.open("w") as out:
             ranks.append(subprocess.Popen(command, env=environ, stdout=out, stderr=out))
     try:
-        for one, log in zip(ranks, logs, strict=True):
-            assert one.wait(timeout=300) == 0, log.read_text()[-5000:]
+        for process, log in zip(ranks, logs, strict=True):
+            assert process.wait(timeout=300) == 0, log.read_text()[-5000:]
     finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
+        for process in ranks:
+            process.kill()
+            process.wait()
     for rank, answer in enumerate(answers):
         said = json.loads(answer.read_text())
         assert said["tokens"] == without[_MODEL].tokens[rank : rank + 1]
@@ -130,9 +130,9 @@ def test_widths_that_are_padded_in_two_processes(
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     # vLLM's CPU engine has no backend for such layers: see ``amx`` in test_vllm_quantised.py. Workers load plug-ins.
-    for one in (cpu_moe.CPUExpertsMxfp4, cpu_moe.CPUExpertsInt4):
+    for experts_class in (cpu_moe.CPUExpertsMxfp4, cpu_moe.CPUExpertsInt4):
         for name in ("_supports_current_device", "_supports_quant_scheme"):
-            monkeypatch.setattr(one, name, vars(one)[name])  # as it is afterwards
+            monkeypatch.setattr(experts_class, name, vars(experts_class)[name])  # as it is afterwards
     plug_in = in_workers(tmp_path, _BACKENDS)
     monkeypatch.syspath_prepend(plug_in)
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions for the workers
@@ -174,8 +174,8 @@ def test_a_server_of_two_processes_answers(models: dict[str, Path], without: dic
         "--tensor-parallel-size": 2,
         "--kv-cache-memory-bytes": KV_CACHE_BYTES,
     }
-    given = [str(word) for option in options.items() for word in option]
-    command = (*_SERVE, str(models[_MODEL]), *given, "--enforce-eager")
+    arguments = [str(word) for option in options.items() for word in option]
+    command = (*_SERVE, str(models[_MODEL]), *arguments, "--enforce-eager")
     places = os.pathsep.join(filter(None, (str(named), os.environ.get("PYTHONPATH"))))
     shared = tmp_path / "metrics"  # of all of vLLM's processes
     shared.mkdir()
@@ -196,13 +196,13 @@ def test_a_server_of_two_processes_answers(models: dict[str, Path], without: dic
                 metrics = answer.read().decode()
         finally:
             server.terminate()
-    assert [one["token_ids"] for one in said] == without[_MODEL].tokens
-    assert all(one["text"] for one in said)
+    assert [answer["token_ids"] for answer in said] == without[_MODEL].tokens
+    assert all(answer["text"] for answer in said)
     assert "vllm:generation_tokens_total" in metrics
     assert 'pretuned_moe_layers{engine="vllm",runs="pretuned"} 4.0' in metrics  # two layers, in each of two processes
     assert 'runs="engine"' not in metrics
-    told = re.findall(r"pretuned: runs the MoE layers of .*", log.read_text())
-    assert told == ["pretuned: runs the MoE layers of E=8 H=64 I=16 k=2 fp32 silu"]  # by the first of the two
+    lines = re.findall(r"pretuned: runs the MoE layers of .*", log.read_text())
+    assert lines == ["pretuned: runs the MoE layers of E=8 H=64 I=16 k=2 fp32 silu"]  # by the first of the two
     assert log.read_text().count("pretuned is active: ") == 1
     assert log.read_text().count("Using PretunedExperts MoE backend") == 1
 

@@ -54,7 +54,7 @@ _IMPORTS = (
 
 
 class Told(NamedTuple):
-    """What a scenario printed, as a dict each."""
+    """The scenarios that a process printed, each as a dict."""
 
     version: str
     scenarios: dict[str, dict[str, Any]]
@@ -68,45 +68,45 @@ def chosen(layer: dict[str, Any]) -> tuple[Any, Any]:
     return layer["experts"], layer["backend"]
 
 
-def printed(version: str, script: Path, *given: str) -> list[dict[str, Any]]:
+def printed(version: str, script: Path, *args: str) -> list[dict[str, Any]]:
     """The lines of JSON of a script in a process of its own with this vLLM."""
     environ = os.environ | {"PYTHONPATH": str(_SCRIPT.parent)}
     environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if version != _INSTALLED:
         environ["PYTHONPATH"] = f"{unpacked('vllm', version)}{os.pathsep}{_SCRIPT.parent}"
-    done = subprocess.run([sys.executable, script, *given], env=environ, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, script, *args], env=environ, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(('{"scenario"', '{"model"'))]
 
 
 def ask(version: str, *scenarios: str) -> Told:
-    told = printed(version, _SCRIPT, *scenarios)
-    assert version in (_INSTALLED, told[0]["vllm"])
-    failed = {one["scenario"]: one["failed"] for one in told if "failed" in one}
+    reports = printed(version, _SCRIPT, *scenarios)
+    assert version in (_INSTALLED, reports[0]["vllm"])
+    failed = {report["scenario"]: report["failed"] for report in reports if "failed" in report}
     assert not failed, failed
-    return Told(told[0]["vllm"], {one["scenario"]: one for one in told})
+    return Told(reports[0]["vllm"], {report["scenario"]: report for report in reports})
 
 
 def marked(versions: tuple[str, ...]) -> list[Any]:
-    return [pytest.param(one, marks=() if one in _QUICK else pytest.mark.nightly) for one in versions]
+    return [pytest.param(version, marks=() if version in _QUICK else pytest.mark.nightly) for version in versions]
 
 
 @pytest.fixture(scope="module", params=marked((_INSTALLED, *_TAKEN)))
 def taken(request: pytest.FixtureRequest) -> Told:
     scenarios = ["cost", *_SCENARIOS]
     if request.param == _INSTALLED:
-        scenarios += [f"without:{one}" for one in _IMPORTS]
+        scenarios += [f"without:{name}" for name in _IMPORTS]
     return ask(request.param, *scenarios)
 
 
-def warnings(told: dict[str, Any]) -> list[str]:
-    return [one for one in told["lines"] if not one.startswith("INFO ")]
+def warnings(report: dict[str, Any]) -> list[str]:
+    return [line for line in report["lines"] if not line.startswith("INFO ")]
 
 
 def test_registering_costs_next_to_nothing_and_hides_nothing(taken: Told) -> None:
     cost = taken.scenarios["cost"]
     assert cost["cpu_ms"] < 30
-    assert {one.split(".")[0] for one in cost["imported"]} == {"pretuned"}
+    assert {name.split(".")[0] for name in cost["imported"]} == {"pretuned"}
     assert len(cost["imported"]) <= 4
     assert cost["lines"] == [
         "INFO pretuned is active: it runs the MoE layers that it has kernels for. PRETUNED_VLLM=0 switches it off"
@@ -126,7 +126,7 @@ def test_layers_that_it_has_no_kernels_for_stay(taken: Told) -> None:
     assert all(chosen(unset[kind]) == taken.own(kind) for kind in _KINDS)
     assert unset["counted"] == [None, 2]
     _, *lines = unset["lines"]
-    assert [one.partition(" to vLLM's ")[0] for one in lines] == [
+    assert [line.partition(" to vLLM's ")[0] for line in lines] == [
         "INFO pretuned: leaves the MoE layers of E=4 H=128 I=128",
         "INFO pretuned: leaves the MoE layers of E=4 H=128 I=128 fp8_block",
     ]
@@ -146,12 +146,12 @@ def test_layers_that_it_takes_compute_what_they_should(taken: Told) -> None:
 
 
 def test_weights_that_can_not_be_prepared_go_to_vllm_s_own_method(taken: Told) -> None:
-    given = taken.scenarios["prepare"]
-    assert given["bf16"]["loaded"]["kernel"] == "PretunedExperts"
-    assert given["fp8"]["loaded"]["method"] == "Fp8MoEMethod"
-    assert given["fp8"]["unchanged"]  # the checkpoint's, which vLLM's Triton kernel reads
-    assert given["counted"] == [1, 1]
-    (line,) = warnings(given)
+    scenario = taken.scenarios["prepare"]
+    assert scenario["bf16"]["loaded"]["kernel"] == "PretunedExperts"
+    assert scenario["fp8"]["loaded"]["method"] == "Fp8MoEMethod"
+    assert scenario["fp8"]["unchanged"]  # the checkpoint's, which vLLM's Triton kernel reads
+    assert scenario["counted"] == [1, 1]
+    (line,) = warnings(scenario)
     assert line == (
         "WARNING pretuned: MoE layers stay with vLLM, as pretuned could not prepare or run a layer: RuntimeError: made "
         "to fail. PRETUNED_VLLM=0 switches pretuned off"
@@ -159,12 +159,12 @@ def test_weights_that_can_not_be_prepared_go_to_vllm_s_own_method(taken: Told) -
 
 
 def test_layers_that_fail_with_their_first_token_go_to_vllm_s_own_method(taken: Told) -> None:
-    given = taken.scenarios["first_token"]
-    assert chosen(given["bf16"]["loaded"]) == taken.own("bf16")
-    assert given["fp8"]["loaded"]["method"] == "Fp8MoEMethod"
-    assert given["fp8"]["unchanged"]  # they were prepared, and put back
-    assert len(warnings(given)) == 2
-    assert given["counted"] == [0, 2]
+    scenario = taken.scenarios["first_token"]
+    assert chosen(scenario["bf16"]["loaded"]) == taken.own("bf16")
+    assert scenario["fp8"]["loaded"]["method"] == "Fp8MoEMethod"
+    assert scenario["fp8"]["unchanged"]  # they were prepared, and put back
+    assert len(warnings(scenario)) == 2
+    assert scenario["counted"] == [0, 2]
 
 
 def test_an_import_of_ours_that_fails_leaves_layers_to_vllm(taken: Told) -> None:
@@ -172,20 +172,20 @@ def test_an_import_of_ours_that_fails_leaves_layers_to_vllm(taken: Told) -> None
 
 
 def stays(taken: Told) -> None:
-    for name, given in taken.scenarios.items():
+    for name, scenario in taken.scenarios.items():
         _, _, module = name.partition(":")
         if not module:
             continue
-        lines = warnings(given)
+        lines = warnings(scenario)
         assert len(set(lines)) == len(lines)
         for kind in _KINDS:
-            loaded = given[kind]["loaded"]
+            loaded = scenario[kind]["loaded"]
             if "Pretuned" in str(loaded["kernel"]):  # the module is needed by neither
-                assert given[kind]["error"] < 0.1, name
+                assert scenario[kind]["error"] < 0.1, name
             else:
                 assert chosen(loaded) == taken.own(kind), name
                 says = ("ERROR Failed to load plugin pretuned", f"{module} is made to fail")  # the first is vLLM's own
-                assert any(one.endswith(says[0]) or says[1] in one for one in lines), (name, lines)
+                assert any(line.endswith(says[0]) or says[1] in line for line in lines), (name, lines)
 
 
 @pytest.mark.nightly
@@ -198,19 +198,19 @@ def test_each_import_of_ours_that_fails_leaves_layers_to_vllm() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("version", _LEFT)
 def test_other_versions_run_as_without(version: str) -> None:
-    told = ask(version, "cost", "off", "unset", "on", "untried")
-    assert told.scenarios["cost"]["cpu_ms"] < 30
+    answer = ask(version, "cost", "off", "unset", "on", "untried")
+    assert answer.scenarios["cost"]["cpu_ms"] < 30
     for name in ("unset", "on"):
-        given = told.scenarios[name]
-        assert given["lines"] == [
+        scenario = answer.scenarios[name]
+        assert scenario["lines"] == [
             f"WARNING pretuned was tested with vLLM 0.20.2 to 0.33 and this is {version}: every MoE layer stays with "
             "vLLM"
         ]
-        assert [given[kind]["method"] for kind in _KINDS] == ["UnquantizedFusedMoEMethod", "Fp8MoEMethod"]
+        assert [scenario[kind]["method"] for kind in _KINDS] == ["UnquantizedFusedMoEMethod", "Fp8MoEMethod"]
     # If it were taken for one that was tried, nothing of it would break.
-    untried = told.scenarios["untried"]
-    assert chosen(untried["bf16"]) == told.own("bf16")
-    assert untried["fp8"]["ours"] or chosen(untried["fp8"]) == told.own("fp8")
+    untried = answer.scenarios["untried"]
+    assert chosen(untried["bf16"]) == answer.own("bf16")
+    assert untried["fp8"]["ours"] or chosen(untried["fp8"]) == answer.own("fp8")
     assert warnings(untried)
 
 
@@ -230,26 +230,27 @@ _ALWAYS = {
 )
 def test_layers_of_models_compute_the_activations_that_the_models_have(version: str, names: set[str]) -> None:
     """(The installed version's: test_vllm_activations.py.)"""
-    told = {one["model"]: one for one in printed(version, _FLAGSHIPS)}
-    assert {name for name, one in told.items() if not one["absent"]} == names
+    reports = {report["model"]: report for report in printed(version, _FLAGSHIPS)}
+    assert {name for name, report in reports.items() if not report["absent"]} == names
     for name in names:
-        one = told[name]
-        (line,) = one["lines"]
+        report = reports[name]
+        (line,) = report["lines"]
         assert line.endswith(f" k=2 {FLAGSHIPS[name].logged}")
-        assert one["error"] < (0.08 if "fp8" in line else 0.01), name
-        assert one["without"] > 0.15, name
+        assert report["error"] < (0.08 if "fp8" in line else 0.01), name
+        assert report["without"] > 0.15, name
 
 
 @pytest.mark.parametrize(
-    "version", [_INSTALLED, *(pytest.param(one, marks=pytest.mark.nightly) for one in ("0.20.2", "0.26.0", "0.33.0"))]
+    "version",
+    [_INSTALLED, *(pytest.param(tensor, marks=pytest.mark.nightly) for tensor in ("0.20.2", "0.26.0", "0.33.0"))],
 )
 def test_formats_are_loaded_by_its_loader(version: str) -> None:
-    """As AutoRound's config says them, too. (More of the installed version's: test_vllm_quantised.py.)"""
-    told = {one["model"]: one for one in printed(version, _FORMATS)}
+    """AutoRound's config of the formats, too. (More of the installed version's: test_vllm_quantised.py.)"""
+    reports = {report["model"]: report for report in printed(version, _FORMATS)}
     gptq = set() if version == "0.20.2" else {"gptq", "gptq of AutoRound"}
     newer = {"mxfp4 of AutoRound", "mxfp8 of AutoRound"} if version in (_INSTALLED, "0.33.0") else set()
-    assert set(told) == {"fp8 rows", "modelopt fp8", "nvfp4", "modelopt nvfp4"} | gptq | newer
-    for name, one in told.items():
-        assert one["method"] == "PretunedQuantisedMethod", name
-        assert one["error"] < (0.08 if "fp8" in name else 0.01), name
-        assert all(line.startswith("INFO pretuned: runs the MoE layers of E=4 H=128 I=96 ") for line in one["lines"])
+    assert set(reports) == {"fp8 rows", "modelopt fp8", "nvfp4", "modelopt nvfp4"} | gptq | newer
+    for name, report in reports.items():
+        assert report["method"] == "PretunedQuantisedMethod", name
+        assert report["error"] < (0.08 if "fp8" in name else 0.01), name
+        assert all(line.startswith("INFO pretuned: runs the MoE layers of E=4 H=128 I=96 ") for line in report["lines"])

@@ -57,11 +57,11 @@ def fuzz(seed: str, wanted: int, until: float) -> dict[str, float]:
         end = time.thread_time() + SLICE_S[kind]
         while (begin := time.thread_time()) < end and counts[kind] < wanted and time.monotonic() < until:
             for data in itertools.islice(inputs, int(min(100, wanted - counts[kind]))):
-                found = mutate.accepted(data, whole=counts[accepted] % AGAIN == 0)
+                result = mutate.accepted(data, whole=counts[accepted] % AGAIN == 0)
                 now = time.thread_time()
                 counts["slowest_cpu_s"] = max(counts["slowest_cpu_s"], now - begin)
                 begin = now
-                counts[accepted] += found
+                counts[accepted] += result
                 counts[kind] += 1
 
     turn = 0
@@ -84,9 +84,11 @@ def mutations(options: argparse.Namespace) -> dict[str, Any]:
     with multiprocessing.get_context("fork").Pool(cores) as pool:
         # (Each seed has inputs of its own, on however many cores.)
         shares = [(f"{options.seed} {i}", -(-options.inputs // cores), until) for i in range(cores)]
-        found = pool.starmap(fuzz, shares)
-    worst = {key: round(max(counts[key] for counts in found), 4) for key in ("slowest_cpu_s", "grown_mib")}
-    sums = {key: sum(int(counts[key]) for counts in found) for key in ("mutations", "accepted", "sealed", "canonical")}
+        results = pool.starmap(fuzz, shares)
+    worst = {key: round(max(counts[key] for counts in results), 4) for key in ("slowest_cpu_s", "grown_mib")}
+    sums = {
+        key: sum(int(counts[key]) for counts in results) for key in ("mutations", "accepted", "sealed", "canonical")
+    }
     wrong = bool(sums["accepted"]) or worst["slowest_cpu_s"] > 1 or worst["grown_mib"] > 64
     return {"seed": options.seed, **sums, **worst, "wrong": int(wrong)}
 
@@ -115,7 +117,7 @@ def cold_build(options: argparse.Namespace) -> dict[str, Any]:
         cold = test_cold_build.Cold(Path(folder))
         kills = [*((call, "kill") for call in cold.calls), (cold.calls[-1], "after")]
         what = [(call, how, cold.killed(call, how)) for call, how in kills]
-    wrong = [str(one) for one in what if one[2]]
+    wrong = [str(outcome) for outcome in what if outcome[2]]
     return {"calls": len(cold.calls), "kills": len(what), "wrong": len(wrong), "what": wrong}
 
 
@@ -126,8 +128,8 @@ def failing_build(options: argparse.Namespace) -> dict[str, Any]:
         cold = test_cold_build.Cold(Path(folder))
         points = [(call, error) for call in cold.calls for error in test_cold_build.ERRORS[call.name]]
         random.Random(options.seed).shuffle(points)
-        what = [(*one, cold.failed(*one)) for one in points[options.first :] if time.monotonic() < until]
-    wrong = [str(one) for one in what if one[2]]
+        what = [(*point, cold.failed(*point)) for point in points[options.first :] if time.monotonic() < until]
+    wrong = [str(outcome) for outcome in what if outcome[2]]
     counts = {"calls": len(cold.calls), "errors": len(points), "first": options.first, "done": len(what)}
     return {**counts, "wrong": len(wrong), "what": wrong}
 
@@ -145,9 +147,9 @@ def republished(options: argparse.Namespace) -> dict[str, Any]:
 def malicious(options: argparse.Namespace) -> dict[str, Any]:
     """R16: the CPU seconds and MiB that the worst of the malformed inputs cost."""
     with tempfile.TemporaryDirectory() as folder:
-        found = test_msgpack.measured(Path(folder))
+        results = test_msgpack.measured(Path(folder))
     names = {f"{i}.msgpack": name for i, name in enumerate(test_msgpack.ATTACKS)}
-    costs = {names[file]: list(by.values()) for file, by in found.items() if file in names}
+    costs = {names[file]: list(by.values()) for file, by in results.items() if file in names}
     large = {name: costs.pop(name) for name in test_msgpack.SLOWER}
     worst = {
         "cpu_s": max(s for by in costs.values() for _, s, _ in by),
@@ -194,9 +196,9 @@ RUNS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def _cpu_s() -> float:
-    """What this process and those that it waited for took of the CPU."""
+    """Return the CPU seconds of this process and of the children that it waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def main() -> int:
@@ -219,7 +221,7 @@ def main() -> int:
     results = {}
     for row in options.rows.split(","):
         begin, cpu = time.monotonic(), _cpu_s()
-        found = RUNS[row](options)
+        result = RUNS[row](options)
         results[row] = {
             "date": time.strftime("%Y-%m-%d"),
             "command": f"python -m tests.faults {' '.join(sys.argv[1:])}",
@@ -227,15 +229,17 @@ def main() -> int:
             "cores": options.cores,
             "seconds": round(time.monotonic() - begin, 1),
             "cpu_s": round(_cpu_s() - cpu, 1),
-            **found,
+            **result,
         }
         print(json.dumps({row: results[row]}, indent=2), flush=True)
     if options.out:
         kept = json.loads(options.out.read_text()) if options.out.exists() else {}
-        for row, found in results.items():
-            kept.setdefault(row, []).append(found)
-        options.out.write_text(json.dumps(dict(sorted(kept.items(), key=lambda one: int(one[0][1:]))), indent=2) + "\n")
-    return 1 if any(found["wrong"] for found in results.values()) else 0
+        for row, result in results.items():
+            kept.setdefault(row, []).append(result)
+        options.out.write_text(
+            json.dumps(dict(sorted(kept.items(), key=lambda item: int(item[0][1:]))), indent=2) + "\n"
+        )
+    return 1 if any(result["wrong"] for result in results.values()) else 0
 
 
 if __name__ == "__main__":

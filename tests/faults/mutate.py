@@ -124,7 +124,7 @@ def run(inputs: Iterator[bytes], rounds: int, judge: Callable[[bytes], bool]) ->
 
 
 def accepted(data: bytes, *, whole: bool = True) -> bool:
-    """Whether the strict reader takes ``data``; anything but a BundleError or a canonical bundle is raised.
+    """Return True if the strict reader accepts ``data``; raise anything but a BundleError or a canonical bundle.
 
     Without ``whole`` it is encoded without being decoded once more, which is a third of the time.
     """

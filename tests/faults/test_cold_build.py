@@ -62,17 +62,17 @@ class Cold:
         self.new = self.place.bundle.read_bytes()
         assert self.old != self.new
         # The smallest first: they are compiled in the shortest time.
-        self.entries = sorted(self.place.cache.glob("??/*.bin"), key=lambda one: (one.stat().st_size, one.name))
+        self.entries = sorted(self.place.cache.glob("??/*.bin"), key=lambda path: (path.stat().st_size, path.name))
         self.calls = tuple(self._calls())
 
     def command(self, *models: str) -> list[str]:
-        more = [word for one in (models or (MODEL, OTHER, THIRD))[1:] for word in ("--models", one)]
+        more = [word for model in (models or (MODEL, OTHER, THIRD))[1:] for word in ("--models", model)]
         return self.place.command((models or (MODEL,))[0], "--workers", "1", *more)
 
     def reset(self) -> None:
-        """As before the build."""
-        for one in self.entries[:COLD]:
-            one.unlink(missing_ok=True)
+        """Restore the state before the build."""
+        for entry in self.entries[:COLD]:
+            entry.unlink(missing_ok=True)
         self.place.bundle.write_bytes(self.old)
 
     def run(self, number: int, how: str) -> subprocess.CompletedProcess[str]:
@@ -108,7 +108,7 @@ class Cold:
             yield Call(i, name, str(Path(path).relative_to(self.place.root)))
 
     def killed(self, call: Call, how: str) -> list[str]:
-        """What is wrong after a kill before ("kill") or "after" a call, and after the next run."""
+        """Return the faults after a kill before ("kill") or "after" a call, and after the next run."""
         self.reset()
         done = self.run(call.number, how)
         wrong = [] if done.returncode == -9 else [f"it ended with {done.returncode}: {done.stderr[-200:]}"]
@@ -129,38 +129,38 @@ class Cold:
         return wrong
 
     def failed(self, call: Call, error: str) -> list[str]:
-        """What is wrong where a call fails: it is told in one line that names a path, or does not matter."""
+        """Return the faults if a call fails: the error is one line that names a path, or the call does not matter."""
         self.reset()
         done = self.run(call.number, error if error == "short" else str(getattr(errno, error)))
-        told = [line for line in done.stderr.splitlines() if not re.match(r"\d+ of \d+ variants", line)]
+        lines = [line for line in done.stderr.splitlines() if not re.match(r"\d+ of \d+ variants", line)]
         now = self.place.bundle.read_bytes()
         wrong = []
         if error in HARMLESS and done.returncode:
             wrong.append("it ended for what does no harm")
         if "ulimit -n" not in done.stderr and error == "EMFILE" and done.returncode:
-            wrong.append(f"it does not say what is needed: {told}")
+            wrong.append(f"it does not say what is needed: {lines}")
         if "as others can write it" in done.stderr:
-            wrong.append(f"it says what is not so: {told}")
+            wrong.append(f"it says what is not so: {lines}")
         if done.returncode == 1:
-            if len(told) != 1 or not told[0].startswith("error: ") or str(self.place.root) not in told[0]:
-                wrong.append(f"it says {told}")
+            if len(lines) != 1 or not lines[0].startswith("error: ") or str(self.place.root) not in lines[0]:
+                wrong.append(f"it says {lines}")
             if os.strerror(getattr(errno, error)) not in done.stderr:
-                wrong.append(f"it does not say why: {told}")
+                wrong.append(f"it does not say why: {lines}")
             # What fails once the bundle is in its place: making that durable, and letting the lock go.
             behind = call in self.calls[-2:]
             if now != (self.new if behind else self.old):
                 wrong.append(f"the {'new' if behind else 'old'} bundle is gone")
         elif done.returncode or now != self.new:
-            wrong.append(f"it ended with {done.returncode}, the new bundle is {now == self.new}: {told}")
+            wrong.append(f"it ended with {done.returncode}, the new bundle is {now == self.new}: {lines}")
         if left := self.place.leftovers():
             wrong.append(f"left behind: {left}")
         return wrong
 
     def cold_calls(self) -> list[Call]:
-        """Those of the first entry that is compiled."""
-        first = next(i for i, one in enumerate(self.calls) if one.name == "write" and one.path.startswith("cache/"))
+        """Return the calls of the first entry that is compiled."""
+        first = next(i for i, call in enumerate(self.calls) if call.name == "write" and call.path.startswith("cache/"))
         folder = Path(self.calls[first].path).parent
-        return [one for one in self.calls if folder in (Path(one.path), Path(one.path).parent)]
+        return [call for call in self.calls if folder in (Path(call.path), Path(call.path).parent)]
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def cold(tmp_path_factory: pytest.TempPathFactory, compiled_models: Path) -> Col
 
 def test_killed_at_the_calls_of_an_entry(cold: Cold) -> None:
     calls = cold.cold_calls()
-    assert [one.name for one in calls if one.name in ("write", "fsync", "rename")] == [
+    assert [call.name for call in calls if call.name in ("write", "fsync", "rename")] == [
         "write",
         "fsync",
         "rename",

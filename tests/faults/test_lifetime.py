@@ -51,7 +51,7 @@ def cycles(folder: Path, rounds: int) -> dict[str, int]:
 
 
 def held() -> dict[str, int]:
-    """What the process holds when all that it let go of is collected."""
+    """Return the counts of objects in the process, after garbage was collected."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * (resource.getpagesize() >> 10)
     return {"descriptors": len(list(Path("/proc/self/fd").iterdir())), "KiB": resident}

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 import fakemeasure
 from golden_bundles import medium
-from made import ON_A100, ON_H200, SPECS, variant
+from small_bundles import ON_A100, ON_H200, SPECS, variant
 from pretuned.aot.demand import tuner
 from pretuned.aot.journal.file import Header, open_journal
 from pretuned.aot.models.layer import LayerShard

@@ -33,7 +33,7 @@ def test_no_mutation_is_accepted(name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=() if "gpus" in one else pytest.mark.nightly) for one in GOLDEN]
+    "name", [pytest.param(value, marks=() if "gpus" in value else pytest.mark.nightly) for value in GOLDEN]
 )
 def test_a_mutation_with_the_digest_made_right_is_refused_or_canonical(name):
     inputs = mutate.sealed(GOLDEN[name], random.Random(f"sealed {name}"))
@@ -52,7 +52,7 @@ def test_any_change_to_the_index(data):
 
 
 def test_the_lazy_reader_raises_nothing_else(tmp_path):
-    """What it accepts, it reads as the strict reader would, or refuses when it is touched."""
+    """The lazy reader reads accepted data as the strict reader would, or refuses it when it is used."""
     path = tmp_path / "b.msgpack"
     inputs = mutate.sealed(GOLDEN["format2-small"], random.Random(0))
     opened = 0

@@ -80,21 +80,21 @@ def points(lines: list[str], out: Path) -> list[tuple[str, int]]:
     """(call, its number among all calls of that name) for each call that touches ``out``."""
     begin = max(i for i, line in enumerate(lines) if '"begin"' in line)
     seen: dict[str, int] = {}
-    found = []
+    results = []
     for i, line in enumerate(lines):
         if (match := re.match(r"\d+\s+(\w+)\(", line)) is None:
             continue
         seen[match[1]] = seen.get(match[1], 0) + 1
         if i > begin and str(out) in line:
-            found.append((match[1], seen[match[1]]))
-    return found
+            results.append((match[1], seen[match[1]]))
+    return results
 
 
 def check_oci(layout: Path, tags: tuple[str, ...] = ("1.0",)) -> None:
     """Every tag is there, and every blob that a tag leads to has its digest and size."""
     assert json.loads((layout / "oci-layout").read_bytes()) == {"imageLayoutVersion": "1.0.0"}
     index = json.loads((layout / "index.json").read_bytes())
-    named = [one["annotations"]["org.opencontainers.image.ref.name"] for one in index["manifests"]]
+    named = [manifest["annotations"]["org.opencontainers.image.ref.name"] for manifest in index["manifests"]]
     assert sorted(named) == sorted(tags)
 
     def read(descriptor: dict[str, object]) -> bytes:
@@ -102,23 +102,23 @@ def check_oci(layout: Path, tags: tuple[str, ...] = ("1.0",)) -> None:
         assert (len(data), f"sha256:{hashlib.sha256(data).hexdigest()}") == (descriptor["size"], descriptor["digest"])
         return data
 
-    for one in index["manifests"]:
-        manifest = json.loads(read(one))
+    for entry in index["manifests"]:
+        manifest = json.loads(read(entry))
         for blob in (manifest["config"], *manifest["layers"]):
             read(blob)
 
 
 def check_dir(folder: Path) -> None:
     """The bundle can be opened, and nothing else is there but a lock."""
-    assert sorted(one.name for one in folder.iterdir() if one.name != ".pretuned.lock") == ["small-sm90.msgpack"]
+    assert sorted(path.name for path in folder.iterdir() if path.name != ".pretuned.lock") == ["small-sm90.msgpack"]
     with open_bundle(folder / "small-sm90.msgpack") as file:
         assert file.load() == golden_bundles.medium(seed=0)
     assert folder.stat().st_mode & 0o777 == 0o755
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("nth", [7, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("kind", "check"), [("oci", check_oci), ("dir", check_dir)])
-def test_a_first_pack_killed_or_failing_at_any_call_is_completed_by_the_next(traced, tmp_path, kind, check, every):
+def test_a_first_pack_killed_or_failing_at_any_call_is_completed_by_the_next(traced, tmp_path, kind, check, nth):
     def out(name: str) -> Path:
         return tmp_path / name / "made" / "here"
 
@@ -134,7 +134,7 @@ def test_a_first_pack_killed_or_failing_at_any_call_is_completed_by_the_next(tra
         for how in ("signal=SIGKILL", *(f"error={error}" for error in ERRORS.get(name, ())))
     ]
     ended = 0
-    for number, (name, when, how) in enumerate(faults[::every]):
+    for number, (name, when, how) in enumerate(faults[::nth]):
         here = out(str(number))
         status, said, _ = traced(kind, here, "-e", f"inject={name}:{how}:when={when}")
         point = f"{name} {when} {how}: {said}"
@@ -147,7 +147,7 @@ def test_a_first_pack_killed_or_failing_at_any_call_is_completed_by_the_next(tra
         temps = [*here.rglob("*.tmp")]
         assert not temps, f"after {point}: {temps}"
         shutil.rmtree(tmp_path / str(number))
-    assert ended > len(faults[::every]) // 3
+    assert ended > len(faults[::nth]) // 3
 
 
 @pytest.mark.parametrize("error", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
@@ -192,9 +192,9 @@ def test_several_at_once_keep_all_tags(tmp_path, bundle):
             subprocess.Popen([sys.executable, "-c", PACK, "oci", layout, tag, bundle], stdout=subprocess.PIPE)
             for tag in four
         ]
-        for one in running:
-            said = one.communicate()[0]
-            assert one.returncode == 0, said
+        for process in running:
+            said = process.communicate()[0]
+            assert process.returncode == 0, said
     check_oci(layout, tuple(tags))
 
 
@@ -204,5 +204,5 @@ def test_a_new_layout_under_umask_000_can_be_written_by_nobody_else(tmp_path, bu
         subprocess.run([sys.executable, "-c", PACK, "oci", tmp_path / "some" / "image", "1.0", bundle], check=True)
     finally:
         os.umask(old)
-    made = [tmp_path / "some", *(tmp_path / "some").rglob("*")]
-    assert not [one for one in made if one.stat().st_mode & 0o002]
+    paths = [tmp_path / "some", *(tmp_path / "some").rglob("*")]
+    assert not [path for path in paths if path.stat().st_mode & 0o002]

@@ -42,7 +42,7 @@ def tune(home: Path, rounds: int, barrier: object, number: int) -> None:
 
 
 def race(home: Path, processes: int, rounds: int) -> list[str]:
-    """What went wrong; nothing, if each round was tuned once and all processes got the same."""
+    """Return the faults of a race: each round must be tuned once, and all processes get the same."""
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(processes)
     workers = [context.Process(target=tune, args=(home, rounds, barrier, i)) for i in range(processes)]
@@ -50,7 +50,7 @@ def race(home: Path, processes: int, rounds: int) -> list[str]:
         worker.start()
     for worker in workers:
         worker.join()
-    wrong = [f"process {i} ended with {one.exitcode}" for i, one in enumerate(workers) if one.exitcode]
+    wrong = [f"process {i} ended with {worker.exitcode}" for i, worker in enumerate(workers) if worker.exitcode]
     for turn in range(rounds):
         tuned = (home / f"round{turn}").read_text().splitlines() if (home / f"round{turn}").exists() else []
         if len(tuned) != 1:

@@ -1,4 +1,4 @@
-"""What memcheck or synccheck of compute-sanitizer tells of cubins that ship, and which cubins they have seen.
+"""Run memcheck or synccheck of compute-sanitizer over shipped cubins, and list the cubins that it has seen.
 
     compute-sanitizer --tool memcheck python tests/support/prove_files.py --names artifacts/bundles/*sm90.msgpack* \\
         > memory.txt 2>&1
@@ -33,7 +33,7 @@ _STOPPED = "KeyboardInterrupt"
 def wrong_lines(lines: Iterable[str]) -> Iterator[str]:
     """The lines that say that something is wrong, or what nobody expects."""
     trace: list[str] = []
-    for line in (one.rstrip() for one in lines):
+    for line in (line.rstrip() for line in lines):
         if line.startswith("Traceback ") or (trace and line.startswith(" ")):
             trace.append(line)
             continue
@@ -53,14 +53,14 @@ def main() -> int:
     parser.add_argument("outputs", nargs="+", type=Path, metavar="FILE", help="what the tool and the trials printed")
     parser.add_argument("--seen", type=Path, metavar="FILE", help="adds the cubins that were seen to this list")
     options = parser.parse_args()
-    told = [path.read_text(encoding="utf-8", errors="replace").splitlines() for path in options.outputs]
-    both = zip(options.outputs, told, strict=True)
+    logs = [path.read_text(encoding="utf-8", errors="replace").splitlines() for path in options.outputs]
+    both = zip(options.outputs, logs, strict=True)
     wrong = [f"{path}: {line}" for path, lines in both for line in wrong_lines(lines)]
-    print(f"{len(set().union(*map(seen, told)))} cubins came to the end of their trials")
+    print(f"{len(set().union(*map(seen, logs)))} cubins came to the end of their trials")
     for line in wrong:
         print(f"wrong: {line}")
     if options.seen and not wrong:
-        print(f"{add_to(options.seen, told)} cubins are new in {options.seen}")
+        print(f"{add_to(options.seen, logs)} cubins are new in {options.seen}")
     return 1 if wrong else 0
 
 

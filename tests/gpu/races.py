@@ -1,4 +1,4 @@
-"""What racecheck of compute-sanitizer tells of cubins that ship, and which barrier orders each pair of accesses.
+"""Run racecheck of compute-sanitizer over shipped cubins, and say which barrier orders each pair of accesses.
 
     compute-sanitizer --tool racecheck --racecheck-report analysis --print-limit 1000000 \\
         python tests/support/prove_files.py --names artifacts/bundles/*sm90.msgpack* > race.txt
@@ -67,31 +67,33 @@ class Kind(NamedTuple):
 
 
 def pairs(lines: Iterable[str]) -> Iterator[Pair | str]:
-    """What an output tells of; each line of the tool that says something else is given as it is.
+    """Yield the pairs of accesses in an output; other lines of the tool are yielded as text.
 
     The tool calls a hazard within one warp a warning. Its lines of one cubin can come after the next one's name.
     """
     named: tuple[str, ...] = ()
     first, one_warp = None, False
-    for line in (one.rstrip() for one in lines):
-        if found := CUBIN.match(line):
-            named = (found[1], *named[:1])
-        elif found := _FIRST.match(line):
-            first, one_warp = Access(found[2], found[3], int(found[4], 16)), found[1] == "Warning"
-        elif (found := _OTHER.match(line)) and first:
-            yield Pair(first, Access(found[1], found[2], int(found[3], 16)), one_warp, named, line)
+    for line in (line.rstrip() for line in lines):
+        if match := CUBIN.match(line):
+            named = (match[1], *named[:1])
+        elif match := _FIRST.match(line):
+            first, one_warp = Access(match[2], match[3], int(match[4], 16)), match[1] == "Warning"
+        elif (match := _OTHER.match(line)) and first:
+            yield Pair(first, Access(match[1], match[2], int(match[3], 16)), one_warp, named, line)
         elif line.startswith("=========") and not _BESIDE.match(line):
             yield line
 
 
 def fits(code: Code, pair: Pair) -> bool:
-    """Whether both are accesses of shared memory there, of the sort that is told."""
-    return all(one.offset in code.at and code.ops[code.at[one.offset]].is_access(one.what) for one in pair[:2])
+    """Return True if both are accesses of shared memory at these offsets, of the reported sort."""
+    return all(
+        access.offset in code.at and code.ops[code.at[access.offset]].is_access(access.what) for access in pair[:2]
+    )
 
 
 def kind_of(code: Code, pair: Pair, order: Order) -> Kind:
-    write_first = sorted(pair[:2], key=lambda one: one.what == "Read")
-    first, second = (code.ops[code.at[one.offset]].kind for one in write_first)
+    write_first = sorted(pair[:2], key=lambda access: access.what == "Read")
+    first, second = (code.ops[code.at[access.offset]].kind for access in write_first)
     return Kind(pair.first.kernel, first, second, order.kind)
 
 
@@ -112,11 +114,11 @@ def judge(lines: Iterable[str], code_of: Callable[[str], tuple[str, Code] | None
             judged.wrong.append(f"no report: {pair}")
             continue
         where = f"{pair.first.kernel}+{pair.first.offset:#x} and {pair.second.kernel}+{pair.second.offset:#x}"
-        named = [(one, code_of(one)) for one in pair.cubins]
+        named = [(cubin, code_of(cubin)) for cubin in pair.cubins]
         there = [
-            (one, found[1])
-            for one, found in named
-            if found and {found[0]} == {pair.first.kernel, pair.second.kernel} and fits(found[1], pair)
+            (cubin, code[1])
+            for cubin, code in named
+            if code and {code[0]} == {pair.first.kernel, pair.second.kernel} and fits(code[1], pair)
         ]
         if not there:
             judged.wrong.append(f"{where}: no such accesses of shared memory in {' or '.join(pair.cubins) or 'none'}")
@@ -138,7 +140,7 @@ def judge(lines: Iterable[str], code_of: Callable[[str], tuple[str, Code] | None
 
 
 def expected_kinds(path: Path = EXPECTED) -> set[Kind]:
-    return {Kind(*one) for one in json.loads(path.read_text())}
+    return {Kind(*entry) for entry in json.loads(path.read_text())}
 
 
 class Shipped:
@@ -169,21 +171,24 @@ def main() -> int:
     options = parser.parse_args()
     code_of = Shipped(options.bundles)
     expected = expected_kinds()
-    told = [path.read_text(encoding="utf-8", errors="replace").splitlines() for path in options.outputs]
-    found = [judge(lines, code_of, expected) for lines in told]
-    kinds = sum((one.kinds for one in found), Counter[Kind]())
-    wrong = Counter(line for one in found for line in one.wrong)
+    logs = [path.read_text(encoding="utf-8", errors="replace").splitlines() for path in options.outputs]
+    results = [judge(lines, code_of, expected) for lines in logs]
+    kinds = sum((result.kinds for result in results), Counter[Kind]())
+    wrong = Counter(line for result in results for line in result.wrong)
     if options.keep:
         wrong = Counter({line: n for line, n in wrong.items() if not line.endswith(EXPECTED.name)})
-        rows = ",\n".join(json.dumps(one) for one in sorted(expected | set(kinds)))
+        rows = ",\n".join(json.dumps(kind) for kind in sorted(expected | set(kinds)))
         EXPECTED.write_text(f"[\n{rows}\n]\n")
     for kind, count in sorted(kinds.items()):
         print(f"{count:6} {kind.kernel}: {kind.first} and {kind.second}: {kind.order}")
-    print(f"{kinds.total()} pairs of {len(kinds)} kinds in {len(set().union(*(one.cubins for one in found)))} cubins")
+    print(
+        f"{kinds.total()} pairs of {len(kinds)} kinds in "
+        f"{len(set().union(*(result.cubins for result in results)))} cubins"
+    )
     for line, count in wrong.items():
         print(f"wrong: {line} ({count} times)")
     if options.seen and not wrong:
-        print(f"{add_to(options.seen, told)} cubins are new in {options.seen}")
+        print(f"{add_to(options.seen, logs)} cubins are new in {options.seen}")
     return 1 if wrong else 0
 
 

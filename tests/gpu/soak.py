@@ -41,8 +41,8 @@ class Layer(NamedTuple):
     weights: dict[int, torch.Tensor]
 
 
-def made(gpu: int) -> Layer:
-    """The same numbers on every GPU."""
+def layer_on(gpu: int) -> Layer:
+    """Return a layer with equal numbers on every GPU."""
     draw = torch.Generator().manual_seed(0)
 
     def tensor(*shape: int, spread: float = 1.0) -> torch.Tensor:
@@ -95,18 +95,21 @@ def grown(tenths: list[dict[str, float]]) -> dict[str, float]:
     MiB, in steps of 22, in a run that ended as it began. What is never given back is in the least, too.
     """
     first, last = tenths[:3], tenths[-3:]
-    return {name: round(min(one[name] for one in last) - min(one[name] for one in first), 1) for name in tenths[0]}
+    return {
+        name: round(min(sample[name] for sample in last) - min(sample[name] for sample in first), 1)
+        for name in tenths[0]
+    }
 
 
 class Soak:
-    """What the threads share."""
+    """The state that the threads share."""
 
     def __init__(self, seconds: float) -> None:
         self.gpus = range(torch.cuda.device_count())
-        self.layers = [made(gpu) for gpu in self.gpus]
+        self.layers = [layer_on(gpu) for gpu in self.gpus]
         self.counts = {"steps": 0, "steps of the one that goes": 0, "reloads": 0, "graphs": 0, "replays": 0}
         self.wrong: list[str] = []
-        self.wanted = [{T: [one.clone() for one in results(layer, T)] for T in TOKENS} for layer in self.layers]
+        self.wanted = [{T: [tensor.clone() for tensor in results(layer, T)] for T in TOKENS} for layer in self.layers]
         for gpu in self.gpus:
             torch.cuda.synchronize(gpu)
         self.lock = threading.Lock()
@@ -120,18 +123,18 @@ class Soak:
         with self.lock:
             self.counts[what] += 1
 
-    def compare(self, found: list[torch.Tensor], gpu: int, T: int, who: str) -> None:
-        for i, (got, one) in enumerate(zip(found, self.wanted[gpu][T], strict=True)):
-            if not torch.equal(got, one):
+    def compare(self, tensors: list[torch.Tensor], gpu: int, T: int, who: str) -> None:
+        for i, (got, want) in enumerate(zip(tensors, self.wanted[gpu][T], strict=True)):
+            if not torch.equal(got, want):
                 self.wrong.append(f"{who}: result {i} of {T} tokens on GPU {gpu} is another")
 
     def step(self, gpu: int, number: int, stream: torch.cuda.Stream, who: str, current: int) -> None:
         T = TOKENS[number % len(TOKENS)]
         with torch.cuda.stream(stream):
             torch.cuda.set_device(current)
-            found = results(self.layers[gpu], T)
+            tensors = results(self.layers[gpu], T)
             stream.synchronize()
-            self.compare(found, gpu, T, who)
+            self.compare(tensors, gpu, T, who)
 
     def caller(self, seed: int, gpu: int) -> None:
         stream, number = torch.cuda.Stream(gpu), seed
@@ -172,9 +175,9 @@ class Soak:
             self.add("graphs")
             del graph, out
 
-    def guarded(self, work: Any, *given: int) -> None:
+    def guarded(self, work: Any, *args: int) -> None:
         try:
-            work(*given)
+            work(*args)
         except BaseException as error:
             self.wrong.append(f"{work.__name__}: {type(error).__name__}: {error}")
             traceback.print_exc()
@@ -192,18 +195,18 @@ def main() -> int:
     works += [(soak.reloader,), *((soak.capturer, gpu) for gpu in soak.gpus)]
     if len(soak.gpus) > 1:
         works.append((soak.goer,))
-    threads = [threading.Thread(target=soak.guarded, args=one) for one in works]
+    threads = [threading.Thread(target=soak.guarded, args=work) for work in works]
     begun = time.monotonic()
-    for one in threads:
-        one.start()
+    for thread in threads:
+        thread.start()
     tenths = []
     for tenth in range(1, 11):
         while soak.runs() and time.monotonic() < begun + 6 * args.minutes * tenth - 1:
             time.sleep(0.5)
         with soak.quiet:
             tenths.append({name: round(value, 1) for name, value in held().items()})
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.join()
     more = grown(tenths)
     for name, most in {**MOST_MIB, "descriptors": MOST_DESCRIPTORS}.items():
         if more[name] > most:

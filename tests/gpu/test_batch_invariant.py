@@ -1,4 +1,4 @@
-"""The same bits of a token whatever its batch, on a real GPU: each format and form, in the batch-invariant mode.
+"""A token's bits are the same in every batch, on a real GPU: each format and form, in the batch-invariant mode.
 
 python -m pytest -q tests/gpu/test_batch_invariant.py    # 40 s on an H100
 """
@@ -39,10 +39,10 @@ GPU = torch.device("cuda", 0)
 @pytest.mark.parametrize("format", FORMATS)
 def test_each_form_of_a_format(format: str) -> None:
     """Layers with a gradient and without, with adapters, a hint of rows, slots of no expert; products, rows moved."""
-    found = check(format, Experts.drawn(format, TOKENS, GPU), sizes=SIZES, mixes=MIXES, free=False)
-    assert found.skipped is None
-    assert {name: one for name, one in found.results.items() if one.differing} == {}
-    assert all(one.batches for one in found.results.values())
+    checked = check(format, Experts.drawn(format, TOKENS, GPU), sizes=SIZES, mixes=MIXES, free=False)
+    assert checked.skipped is None
+    assert {name: result for name, result in checked.results.items() if result.differing} == {}
+    assert all(result.batches for result in checked.results.values())
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -63,8 +63,8 @@ def test_the_bits_are_those_of_other_gpus_and_bundles(format: str) -> None:
                     bits[f"x {name}: {form}: {result}"] = hashlib.sha256(raw).hexdigest()[:16]
     if record := os.environ.get("PRETUNED_RECORD_BITS"):
         path = Path(record)
-        every = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(every | {format: bits}, indent=1) + "\n")
+        recorded = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(recorded | {format: bits}, indent=1) + "\n")
         return
     if not golden.exists():
         pytest.skip(f"no bits are recorded for sm_{sm}")
@@ -76,13 +76,13 @@ def test_x_that_is_always_quantised(format: str) -> None:
     if local_gpu(0).sm < 89:
         pytest.skip("products of e4m3")
     experts = Experts.drawn(format, TOKENS, GPU)
-    found = check(format, experts, mode=Invariance(quantize_x=True), sizes=SIZES, mixes=10, free=False)
-    assert found.skipped is None
-    assert {name: one for name, one in found.results.items() if one.differing} == {}
+    checked = check(format, experts, mode=Invariance(quantize_x=True), sizes=SIZES, mixes=10, free=False)
+    assert checked.skipped is None
+    assert {name: result for name, result in checked.results.items() if result.differing} == {}
 
 
 def test_without_the_mode_some_bits_differ() -> None:
-    """What the tests above would notice."""
+    """Without the mode the tests above fail."""
     if local_gpu(0).sm != 90:
         pytest.skip("kernels that share out K are for sm_90")
     differing = []
@@ -108,14 +108,14 @@ def test_products_of_plain_weights(dtype: torch.dtype, layout: str) -> None:
         count = before + mine + after
         sizes = torch.zeros(E, dtype=torch.int32, device="cuda")
         sizes[expert], sizes[expert - 1], sizes[expert + 1] = mine, before, after
-        found = []
-        for given, call in ((x, grouped_gemm), (dy, grouped_gemm_dX)):
-            memory = torch.zeros(count * given.shape[1] + shift, dtype=dtype, device="cuda")
+        results = []
+        for rows, call in ((x, grouped_gemm), (dy, grouped_gemm_dX)):
+            memory = torch.zeros(count * rows.shape[1] + shift, dtype=dtype, device="cuda")
             moved = memory[shift:].view(count, -1)
-            moved[:before], moved[before : before + mine] = given[mine : mine + before], given[:mine]
-            moved[before + mine :] = given[mine + before : count]
-            found.append(call(moved, w, sizes, w_layout=layout)[before : before + mine])
-        return found[0], found[1]
+            moved[:before], moved[before : before + mine] = rows[mine : mine + before], rows[:mine]
+            moved[before + mine :] = rows[mine + before : count]
+            results.append(call(moved, w, sizes, w_layout=layout)[before : before + mine])
+        return results[0], results[1]
 
     pick = torch.Generator().manual_seed(3)
     with batch_invariant():
@@ -123,7 +123,7 @@ def test_products_of_plain_weights(dtype: torch.dtype, layout: str) -> None:
         for shift in (0, 1):
             for mine in (1, 2, 7, 64, 300, 1024):
                 for _ in range(4):
-                    before, after = (int(one) for one in torch.randint(0, 1500, (2,), generator=pick))
+                    before, after = (int(count) for count in torch.randint(0, 1500, (2,), generator=pick))
                     for got, want in zip(rows(before, mine, after, shift), whole, strict=True):
                         assert torch.equal(got, want[:mine]), (mine, before, after, shift)
 
@@ -166,8 +166,8 @@ def test_a_captured_graph_has_the_same_bits(format: str) -> None:
         out.zero_()
         graph.replay()
         assert torch.equal(out, wanted)
-        one = moe_mlp(experts.x[9:10], experts.gate_up, experts.down, experts.ids[9:10], experts.weights[9:10])
-        assert torch.equal(one, wanted[9:10])
+        alone = moe_mlp(experts.x[9:10], experts.gate_up, experts.down, experts.ids[9:10], experts.weights[9:10])
+        assert torch.equal(alone, wanted[9:10])
 
 
 def test_a_bias_behind_scales_of_whole_experts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     reload()
     try:
         experts = Experts.drawn("mxfp4", 512, GPU)
-        assert not any(one.differing for one in compared(experts.layer, 512, (1, 9, 100), 4).values())
+        assert not any(counted.differing for counted in compared(experts.layer, 512, (1, 9, 100), 4).values())
     finally:
         monkeypatch.undo()
         reload()

@@ -53,7 +53,7 @@ def format(request: pytest.FixtureRequest) -> Iterator[str]:
         assert not any(f"forward {other.value} " in text for text in names)
 
 
-def made(format: str, N: int, K: int) -> ExpertWeights:
+def packed_weights(format: str, N: int, K: int) -> ExpertWeights:
     w = torch.randn(E, N, K, generator=torch.Generator().manual_seed(N)) / K**0.5
     return ExpertWeights.quantize(w, format).to("cuda").prepare()
 
@@ -80,15 +80,15 @@ def product(x: torch.Tensor, w: ExpertWeights, m_sizes: torch.Tensor) -> torch.T
     return y
 
 
-def off(found: torch.Tensor, want: torch.Tensor) -> float:
-    return float((found.double() - want.double()).norm() / want.double().norm())
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 @pytest.mark.parametrize("fall", ["random", "few"])
 @pytest.mark.parametrize("M", ROWS)
 @pytest.mark.parametrize(("N", "K"), SIZES)
 def test_a_plain_product(format: str, N: int, K: int, M: int, fall: str) -> None:
-    w, x, m_sizes = made(format, N, K), rows_of(M, K), fallen(M, fall)
+    w, x, m_sizes = packed_weights(format, N, K), rows_of(M, K), fallen(M, fall)
     y = grouped_gemm(x, w, m_sizes)
     assert off(y, product(x, w, m_sizes)) < MOST
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_a_plain_product(format: str, N: int, K: int, M: int, fall: str) -> None
 
 @pytest.mark.parametrize("M", ROWS)
 def test_rows_beyond_the_experts_are_zeroed(format: str, M: int) -> None:
-    w, x, m_sizes = made(format, *SIZES[0]), rows_of(M + 37, SIZES[0][1]), fallen(M, "random")
+    w, x, m_sizes = packed_weights(format, *SIZES[0]), rows_of(M + 37, SIZES[0][1]), fallen(M, "random")
     y = grouped_gemm(x, w, m_sizes, zero_tail=True)
     assert off(y, product(x, w, m_sizes)) < MOST
     assert not y[M:].any()
@@ -107,7 +107,7 @@ def test_rows_beyond_the_experts_are_zeroed(format: str, M: int) -> None:
 @pytest.mark.parametrize("M", ROWS)
 def test_rows_that_are_gathered_scattered_weighted_and_have_a_bias(format: str, M: int) -> None:
     (N, K), top_k = SIZES[1], 2 - M % 2
-    w, x, m_sizes = made(format, N, K), rows_of(M // top_k, K), fallen(M, "random")
+    w, x, m_sizes = packed_weights(format, N, K), rows_of(M // top_k, K), fallen(M, "random")
     g = torch.Generator().manual_seed(M)
     index, weights = torch.randperm(M, generator=g).cuda(), torch.rand(M // top_k, top_k, generator=g).cuda()
     bias = torch.randn(E, N, generator=g).bfloat16().cuda()
@@ -134,7 +134,7 @@ def test_rows_that_are_gathered_scattered_weighted_and_have_a_bias(format: str, 
 
 
 def test_what_is_not_finite_stays_in_its_row(format: str) -> None:
-    w, x, m_sizes = made(format, *SIZES[0]), rows_of(701, SIZES[0][1]), fallen(701, "random")
+    w, x, m_sizes = packed_weights(format, *SIZES[0]), rows_of(701, SIZES[0][1]), fallen(701, "random")
     y = grouped_gemm(x, w, m_sizes)
     x[300, 5], x[411, 100] = float("nan"), float("inf")
     again = grouped_gemm(x, w, m_sizes)
@@ -147,20 +147,20 @@ def test_what_is_not_finite_stays_in_its_row(format: str) -> None:
 
 def test_rows_too_small_for_a_scale_of_their_own_are_finite(format: str) -> None:
     """The inverse of their scale would be infinite, and their zeros times that NaN."""
-    w, x, m_sizes = made(format, *SIZES[0]), rows_of(701, SIZES[0][1]), fallen(701, "random")
+    w, x, m_sizes = packed_weights(format, *SIZES[0]), rows_of(701, SIZES[0][1]), fallen(701, "random")
     x[300] = 0
     x[300, 5] = 1e-37
     assert bool(torch.isfinite(grouped_gemm(x, w, m_sizes)).all())
 
 
 def test_a_graph_of_it(format: str) -> None:
-    w, x, m_sizes = made(format, *SIZES[0]), rows_of(701, SIZES[0][1]), fallen(701, "random")
+    w, x, m_sizes = packed_weights(format, *SIZES[0]), rows_of(701, SIZES[0][1]), fallen(701, "random")
     y = grouped_gemm(x, w, m_sizes)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = grouped_gemm(x, w, m_sizes)
+        result = grouped_gemm(x, w, m_sizes)
     graph.replay()
-    assert torch.equal(found, y)
+    assert torch.equal(result, y)
 
 
 ACTS = [(name, True, turns) for name in GATED for turns in (False, True)] + [(name, False, False) for name in UNGATED]
@@ -185,16 +185,16 @@ def test_codes_of_the_activation_are_those_of_two_passes(
         for used in (M, M - M // 3):
             count = torch.tensor([used], dtype=torch.int32, device="cuda")
             a = torch.full((M, columns), 5.0, dtype=torch.bfloat16, device="cuda")
-            two, one = (torch.full((M * bytes_of_row(columns),), 77, dtype=torch.uint8, device="cuda") for _ in "12")
+            two, first = (torch.full((M * bytes_of_row(columns),), 77, dtype=torch.uint8, device="cuda") for _ in "12")
             sizes = {"used": count, "M": M, "columns": columns}
             how = sizes | {"h": h, "flags": act.flags | USED, **act.function.words}
             activate(M, a=a, **how)
             quantize(
                 M, x=a, index=count, codes=two, scale=two[M * columns :], top_k=1, index_step=1, flags=USED, **sizes
             )
-            both(M, codes=one, scale=one[M * columns :], **how)
-            assert torch.equal(one, two), (M, columns, used)
-            assert bool((one[used * columns : M * columns] == 77).all())
+            both(M, codes=first, scale=first[M * columns :], **how)
+            assert torch.equal(first, two), (M, columns, used)
+            assert bool((first[used * columns : M * columns] == 77).all())
 
 
 def launched(op: RowOp) -> Callable[..., None]:
@@ -203,7 +203,7 @@ def launched(op: RowOp) -> Callable[..., None]:
     assert launch is not None, f"no bundle has {op}"
 
     def run(rows: int, /, **words: torch.Tensor | int) -> None:
-        addresses = {name: one if isinstance(one, int) else one.data_ptr() for name, one in words.items()}
+        addresses = {name: word if isinstance(word, int) else word.data_ptr() for name, word in words.items()}
         launch(rows, torch.cuda.current_stream().cuda_stream, addresses)
 
     return run
@@ -216,9 +216,9 @@ def launched(op: RowOp) -> Callable[..., None]:
 def test_a_layer_with_the_activation_quantised_in_one_pass(
     format: str, name: str, gated: bool, interleaved: bool, T: int
 ) -> None:
-    """The same as by two passes, with gradients and without, in a graph and when it comes again."""
+    """One row kernel gives the result of two, with gradients and without, in a graph and in repeated calls."""
     g = torch.Generator().manual_seed(T)
-    up, down = made(format, (1 + gated) * I, H), made(format, H, I)
+    up, down = packed_weights(format, (1 + gated) * I, H), packed_weights(format, H, I)
     x = torch.randn(T, H, generator=g).bfloat16().cuda()
     ids, weights = torch.rand(T, E, generator=g).topk(2).indices.cuda(), torch.rand(T, 2, generator=g).cuda()
     ids[T // 2 :, 1] = -1  # slots of no expert
@@ -229,22 +229,22 @@ def test_a_layer_with_the_activation_quantised_in_one_pass(
         def run(x: torch.Tensor) -> torch.Tensor:
             return moe_mlp(x, up, down, ids, weights, activation=name, gated=gated, interleaved=interleaved)
 
-        found = [run(x) for _ in range(3)]
+        results = [run(x) for _ in range(3)]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found.append(run(x))
+            results.append(run(x))
         graph.replay()
         leaf = x.clone().requires_grad_()
         for _ in range(2):
-            found.append(run(leaf))
-            (dx,) = torch.autograd.grad(found[-1], leaf, torch.ones_like(x))
-            found.append(dx)
-        return found
+            results.append(run(leaf))
+            (dx,) = torch.autograd.grad(results[-1], leaf, torch.ones_like(x))
+            results.append(dx)
+        return results
 
     def ran() -> set[RowOp]:
         return {key[0] for key, launch in snapshot().passes.items() if launch is not None}
 
-    one = layers()
+    first = layers()
     activation = CODE_OPS[DType(format)].activation
     assert activation in ran()
     assert RowOp.ACTIVATION not in ran()
@@ -252,6 +252,6 @@ def test_a_layer_with_the_activation_quantised_in_one_pass(
         two = layers()
         assert RowOp.ACTIVATION in ran()
         assert activation not in ran()
-    for i, (found, want) in enumerate(zip(one, two, strict=True)):
-        assert torch.equal(found, want), i
-        assert bool(torch.isfinite(found).all())
+    for i, (got, want) in enumerate(zip(first, two, strict=True)):
+        assert torch.equal(got, want), i
+        assert bool(torch.isfinite(got).all())

@@ -25,7 +25,7 @@ pytestmark = [
     ),
 ]
 
-FORMATS = [name for name, one in PRECISIONS.items() if one.quantised]
+FORMATS = [name for name, precision in PRECISIONS.items() if precision.quantised]
 ORDERED = [name for name in FORMATS if name in ORDERS]
 E = 8
 AS_STORED = [(704, 544), (544, 352), (151, 74)]  # N, K: lines of 16 bytes, and none
@@ -40,7 +40,7 @@ Make = Callable[..., ExpertWeights]
 def make(caplog: pytest.LogCaptureFixture) -> Iterator[Make]:
     """Makes weights that a bundle has this kernel for, which is to run: torch's way fails."""
 
-    def made(
+    def packed_layer(
         format: str, N: int, K: int, *, prepared: bool = False, ops: tuple[Op, ...] = (Op.FORWARD, Op.DX)
     ) -> ExpertWeights:
         if PRECISIONS[format].w.bits == 4:
@@ -61,8 +61,8 @@ def make(caplog: pytest.LogCaptureFixture) -> Iterator[Make]:
         return w
 
     quantised._tell.cache_clear()
-    yield made
-    assert "torch dequantises them" not in " ".join(one.getMessage() for one in caplog.get_records("call"))
+    yield packed_layer
+    assert "torch dequantises them" not in " ".join(record.getMessage() for record in caplog.get_records("call"))
 
 
 def fallen(M: int) -> torch.Tensor:
@@ -84,8 +84,8 @@ def product(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> torch.Te
     return y
 
 
-def off(found: torch.Tensor, want: torch.Tensor) -> float:
-    return float((found.double() - want.double()).norm() / want.double().norm())
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 @pytest.mark.parametrize("M", ROWS)
@@ -202,10 +202,10 @@ def test_a_layer_and_its_gradient(make: Make, format: str, T: int, sizes: tuple[
     most = 6e-2 if PRECISIONS[format].math == "fp8" else 8e-3
     want = call(*dense)
     for _ in range(2):
-        found = call(up, down)
-        for one, other in zip(found[:2], want[:2], strict=True):
-            assert off(one, other) < most
-        assert bool(((found[2] - want[2]).abs() < most * sums).all())  # (its terms cancel)
+        got = call(up, down)
+        for tensor, other in zip(got[:2], want[:2], strict=True):
+            assert off(tensor, other) < most
+        assert bool(((got[2] - want[2]).abs() < most * sums).all())  # (its terms cancel)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 def bench(capsys: pytest.CaptureFixture[str], spec: str) -> list[dict]:
     code = run(["bench", "--models", spec, "--tokens", "1,1024", "--budget-ms", "2", "--json"])
-    told = capsys.readouterr()
-    assert code == 0, told.err
-    return json.loads(told.out)["cells"]
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    return json.loads(output.out)["cells"]
 
 
 def test_each_cell_has_a_time_of_each(capsys: pytest.CaptureFixture[str]) -> None:

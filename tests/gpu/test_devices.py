@@ -26,12 +26,12 @@ SIZES = (0, 5, 130, 1, 0, 64, 17, 300)
 
 
 def inputs(device: int, *, seed: int = 1, grad: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same numbers on every device."""
+    """Return inputs with equal numbers on every device."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(SIZES), K, generator=generator).bfloat16()
     w = (torch.randn(E, N, K, generator=generator) / K**0.5).bfloat16()
     m_sizes = torch.tensor(SIZES, dtype=torch.int32)
-    x, w, m_sizes = (one.to(f"cuda:{device}") for one in (x, w, m_sizes))
+    x, w, m_sizes = (tensor.to(f"cuda:{device}") for tensor in (x, w, m_sizes))
     return x.requires_grad_(grad), w.requires_grad_(grad), m_sizes
 
 
@@ -43,8 +43,8 @@ def results(device: int, times: int = 3) -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int, **how: Any) -> torch.Tensor:
-        made = torch.randn(*shape, generator=generator).to(f"cuda:{device}", **how)
-        return made.requires_grad_()
+        tensor = torch.randn(*shape, generator=generator).to(f"cuda:{device}", **how)
+        return tensor.requires_grad_()
 
     hidden = random(100, H, dtype=torch.bfloat16)
     up, down = random(E, 2 * I, H, dtype=torch.bfloat16), random(E, H, I, dtype=torch.bfloat16)
@@ -68,10 +68,10 @@ def results(device: int, times: int = 3) -> list[list[torch.Tensor]]:
 
 
 def assert_all_equal(rounds: list[list[torch.Tensor]], wanted: list[torch.Tensor], device: int) -> None:
-    for found in rounds:
-        for one, other in zip(found, wanted, strict=True):
-            assert one.device == torch.device("cuda", device)
-            assert torch.equal(one.cpu(), other.cpu())
+    for got in rounds:
+        for tensor, other in zip(got, wanted, strict=True):
+            assert tensor.device == torch.device("cuda", device)
+            assert torch.equal(tensor.cpu(), other.cpu())
 
 
 @pytest.mark.parametrize("current", [0, 1])
@@ -108,9 +108,9 @@ def test_threads_on_both_devices() -> None:
             torch.cuda.set_device(current)
             with torch.cuda.stream(torch.cuda.Stream(device)):
                 torch.cuda.set_device(current)
-                found = results(device, 10)
+                got = results(device, 10)
                 torch.cuda.synchronize(device)
-            assert_all_equal(found, wanted, device)
+            assert_all_equal(got, wanted, device)
         except BaseException as error:
             failures.append(error)
 
@@ -127,9 +127,9 @@ def test_weights_of_a_device_that_is_not_current(format: str) -> None:
     """They are written and read by kernels of their own device."""
     w = torch.randn(4, 256, 384, device="cuda:1").bfloat16()
     want = ExpertWeights.quantize(w.cpu(), format)
-    made = ExpertWeights.quantize(w, format)
-    assert torch.equal(made.codes.cpu().view(torch.uint8), want.codes.view(torch.uint8))
-    ready = ExpertWeights.quantize(torch.zeros_like(w), format).prepare().copy_(made)
+    weights = ExpertWeights.quantize(w, format)
+    assert torch.equal(weights.codes.cpu().view(torch.uint8), want.codes.view(torch.uint8))
+    ready = ExpertWeights.quantize(torch.zeros_like(w), format).prepare().copy_(weights)
     assert torch.equal(ready.copy_(w).restore().codes.cpu().view(torch.uint8), want.codes.view(torch.uint8))
     assert torch.equal(ready.dequantize().cpu(), want.dequantize())
 

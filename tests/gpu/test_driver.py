@@ -27,7 +27,7 @@ from pretuned.runtime.launch import loader
 
 
 def shipped() -> Bundle | None:
-    """What ships for this GPU's capability."""
+    """The shipped bundle for this GPU's capability."""
     if not torch.cuda.is_available():
         return None
     path = Path(str(files("pretuned.artifacts"))) / f"bundles/catalogue-sm{local_gpu(0).sm}.msgpack"
@@ -47,8 +47,12 @@ def test_a_driver_that_is_too_old_is_reported_before_anything_is_loaded(
     assert SHIPPED is not None
     here = local_gpu(0).gpu.driver
     assert here == cuda.driver_version() >= SHIPPED.min_driver > 0
-    plain = (one for one in SHIPPED.choices if one.op is Op.FORWARD and one.dtype is DType.BF16 and not one.fusion)
-    problem = min(plain, key=lambda one: one.E * one.N * one.K)
+    plain = (
+        choice
+        for choice in SHIPPED.choices
+        if choice.op is Op.FORWARD and choice.dtype is DType.BF16 and not choice.fusion
+    )
+    problem = min(plain, key=lambda tensor: tensor.E * tensor.N * tensor.K)
     x = torch.randn(64, problem.K, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(problem.E, problem.N, problem.K, device="cuda", dtype=torch.bfloat16) * problem.K**-0.5
     m_sizes = torch.zeros(problem.E, dtype=torch.int32, device="cuda")

@@ -92,9 +92,9 @@ def test_nan_stays_in_its_expert() -> None:
 def test_weights_both_ways_are_torchs(dtype: torch.dtype) -> None:
     w = torch.randn(3, 256, 384, device="cuda").to(dtype)
     w[1, 200, 300], w[2, 1, 2], w[0, :128, :128] = float("nan"), float("inf"), 0.0
-    for weights, given in zip(fp8_codes.quantise_weights(w), (w, w.mT), strict=True):
+    for weights, matrix in zip(fp8_codes.quantise_weights(w), (w, w.mT), strict=True):
         assert weights is not None
-        codes, scale = by_torch.blocks(given)
+        codes, scale = by_torch.blocks(matrix)
         assert torch.equal(weights.codes, codes)
         assert torch.equal(weights.scale.nan_to_num(-1.0), scale.nan_to_num(-1.0))
         assert int(scale.isnan().sum()) == 2

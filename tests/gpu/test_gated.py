@@ -52,9 +52,9 @@ def kernels() -> list[Planned]:
     snapshot, local = dispatch_snapshot.snapshot(), local_gpu(0)
     kind = Problem(Op.FORWARD, DType.BF16, 1, 16, 8, Layout.NK, BOTH)
     return [
-        Planned(one, i)
-        for one in snapshot.view(local, installed=True).usable
-        for i, variant in snapshot.variants(one.bundle, kind)
+        Planned(usable, i)
+        for usable in snapshot.view(local, installed=True).usable
+        for i, variant in snapshot.variants(usable.bundle, kind)
         if why_not(variant, kind, local, aligned=True) is None
     ]
 
@@ -62,10 +62,10 @@ def kernels() -> list[Planned]:
 @pytest.fixture(params=range(4))
 def kernel(request: pytest.FixtureRequest) -> Planned:
     """Each of them; any runs any shape."""
-    every = kernels()
-    if request.param >= len(every):
-        pytest.skip(f"the bundles have {len(every)} variants with silu in their epilogue for this GPU")
-    return every[request.param]
+    listed = kernels()
+    if request.param >= len(listed):
+        pytest.skip(f"the bundles have {len(listed)} variants with silu in their epilogue for this GPU")
+    return listed[request.param]
 
 
 Use = Callable[[Planned | None, int, int, int], None]
@@ -80,7 +80,7 @@ def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Use]:
     """
     before = os.environ["PRETUNED_BUNDLES"]
 
-    def only(one: Planned | None, E: int, H: int, I: int) -> None:  # noqa: E741
+    def only(planned: Planned | None, E: int, H: int, I: int) -> None:  # noqa: E741
         monkeypatch.setenv("PRETUNED_BUNDLES", before)
         reload()
         problem = Problem(Op.FORWARD, DType.BF16, E, 2 * I, H, Layout.NK, Fusion.GATHER)
@@ -88,33 +88,33 @@ def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Use]:
         for bucket in BUCKETS:
             own = decided(problem, bucket, local_gpu(0))
             assert own is not None
-            cells.append(Cell(problem, bucket, own, [] if one is None else [Line(Way.FUSED_SILU, 0, one)]))
+            cells.append(Cell(problem, bucket, own, [] if planned is None else [Line(Way.FUSED_SILU, 0, planned)]))
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         publish_choices(folder / "choices.msgpack", cells, local_gpu(0))
         monkeypatch.setenv("PRETUNED_BUNDLES", f"{folder}:{before}")
         reload()
         for M in (1, 1000):
             chosen = explain(problem._replace(fusion=BOTH), M=M, top_k=1).chosen
-            if one is None:
+            if planned is None:
                 assert chosen is None or chosen.variant.fusion is not BOTH
             else:
                 assert chosen is not None
-                assert chosen.variant == variant_of(one)
+                assert chosen.variant == variant_of(planned)
 
     yield only
     monkeypatch.undo()
     reload()
 
 
-def variant_of(one: Planned) -> Variant:
-    return one.usable.bundle.variant(one.variant)
+def variant_of(planned: Planned) -> Variant:
+    return planned.usable.bundle.variant(planned.variant)
 
 
 def test_there_is_one_where_a_choice_says_so() -> None:
     """A bundle with choices for the form has its code; without any the tests here are skipped."""
     snapshot, local = dispatch_snapshot.snapshot(), local_gpu(0)
-    for one in snapshot.view(local, installed=True).usable:
-        wanted = [problem for problem in one.bundle.problems() if problem.fusion is BOTH]
+    for usable in snapshot.view(local, installed=True).usable:
+        wanted = [problem for problem in usable.bundle.problems() if problem.fusion is BOTH]
         assert not wanted or kernels()
 
 
@@ -192,11 +192,11 @@ def test_the_layer_is_as_near_float64_as_without_it(
     up, down = random(E, 2 * I, H, scale=H**-0.5), random(E, H, I, scale=I**-0.5)
     hidden, weights = random(T, H), torch.rand(T, 2, device="cuda")
     ids = torch.randint(-2, E, (T, 2), device="cuda")
-    found: dict[str, list[torch.Tensor]] = {}
-    for name, one in (("plain", None), ("fused", kernel)):
-        use(one, E, H, I)
-        found[name] = [moe_mlp(hidden, up, down, ids, weights) for _ in range(3)]  # the later ones by a plan
-        assert all(torch.equal(found[name][0], other) for other in found[name][1:])
+    results: dict[str, list[torch.Tensor]] = {}
+    for name, used in (("plain", None), ("fused", kernel)):
+        use(used, E, H, I)
+        results[name] = [moe_mlp(hidden, up, down, ids, weights) for _ in range(3)]  # the later ones by a plan
+        assert all(torch.equal(results[name][0], other) for other in results[name][1:])
     want = torch.zeros(T, H, device="cuda", dtype=torch.float64)
     for expert in range(E):
         token, slot = (ids == expert).nonzero(as_tuple=True)
@@ -204,9 +204,9 @@ def test_the_layer_is_as_near_float64_as_without_it(
         y = (functional.silu(gate) * up_) @ down[expert].double().T
         want.index_add_(0, token, weights[token, slot, None].double() * y)
     if not want.any():
-        assert not found["fused"][0].any()
+        assert not results["fused"][0].any()
         return
-    errors = {name: error(results[0], want) for name, results in found.items()}
+    errors = {name: error(results[0], want) for name, results in results.items()}
     assert errors["fused"] < 1e-2
     assert errors["fused"] < 1.5 * errors["plain"] + 1e-3  # h is not rounded: it is no worse
 
@@ -237,8 +237,8 @@ def test_a_gradient_is_that_of_the_plain_product(kernel: Planned, use: Use) -> N
     hidden, weights = random(T, H), torch.rand(T, 2, device="cuda")
     ids = torch.randint(0, E, (T, 2), device="cuda")
     results = []
-    for one in (kernel, None):
-        use(one, E, H, I)
+    for used in (kernel, None):
+        use(used, E, H, I)
         for _ in range(2):
             with torch.no_grad():
                 moe_mlp(hidden, up, down, ids, weights)
@@ -275,13 +275,13 @@ def test_it_is_captured_and_replayed_with_other_routing(kernel: Planned, use: Us
 def chosen_problems() -> Iterator[tuple[Problem, Choice]]:
     """The smallest problems of the bundles with a choice for the form, one bucket of each."""
     snapshot, local = dispatch_snapshot.snapshot(), local_gpu(0)
-    found: dict[Problem, Choice] = {}
-    for one in snapshot.view(local, installed=True).usable:
-        for problem in one.bundle.problems():
+    choices: dict[Problem, Choice] = {}
+    for usable in snapshot.view(local, installed=True).usable:
+        for problem in usable.bundle.problems():
             if problem.fusion is BOTH and problem.dtype is DType.BF16:
-                found.setdefault(problem, one.bundle.find(problem)[-1])
-    small = sorted(found, key=lambda one: (one.E * one.N * one.K, one.sort_key))[:3]
-    yield from ((problem, found[problem]) for problem in small)
+                choices.setdefault(problem, usable.bundle.find(problem)[-1])
+    small = sorted(choices, key=lambda problem: (problem.E * problem.N * problem.K, problem.sort_key))[:3]
+    yield from ((problem, choices[problem]) for problem in small)
 
 
 def test_a_layer_runs_it_exactly_where_the_rule_says_so() -> None:
@@ -295,17 +295,19 @@ def test_a_layer_runs_it_exactly_where_the_rule_says_so() -> None:
         T = min(choice.bucket, 16384)
         up, down = random(E, 2 * I, H, scale=H**-0.5), random(E, H, I, scale=I**-0.5)
         ids = torch.randint(0, E, (T, 1), device="cuda")
-        found = fused_silu(dispatch_snapshot.snapshot(), problem, T, local_gpu(0), top_k=1, aligned=True)
+        decision = fused_silu(dispatch_snapshot.snapshot(), problem, T, local_gpu(0), top_k=1, aligned=True)
         hidden, weights = random(T, H), torch.rand(T, 1, device="cuda")
         with calls_of(activation.forward) as ran:
             moe_mlp(hidden, up, down, ids, weights)
-        assert bool(ran) is (found.chosen is None), found.reason
+        assert bool(ran) is (decision.chosen is None), decision.reason
         (plan,) = dispatch_snapshot.snapshot().plans.values()
-        names = [step.name for one in plan.programs.values() for step in one.steps]
-        assert any("silu: " in name for name in names) is (found.chosen is not None)
-        told = explain(problem, M=T, top_k=1)
-        assert (told.chosen is not None and told.chosen.variant.fusion is BOTH) is (found.chosen is not None)
-        print(f"{problem} M={T}: {found.reason}")
+        names = [step.name for program in plan.programs.values() for step in program.steps]
+        assert any("silu: " in name for name in names) is (decision.chosen is not None)
+        explanation = explain(problem, M=T, top_k=1)
+        assert (explanation.chosen is not None and explanation.chosen.variant.fusion is BOTH) is (
+            decision.chosen is not None
+        )
+        print(f"{problem} M={T}: {decision.reason}")
 
 
 def test_the_specs_name_says_what_it_is() -> None:

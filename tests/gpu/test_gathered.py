@@ -102,7 +102,9 @@ class Switch:
                 plan.append(Line(way, 1, there[0]))
             cells.append(Cell(problem, bucket, own, plan))
         publish_choices(folder / "first" / "choices.msgpack", cells, local_gpu(0))
-        publish_choices(folder / "on-load" / "choices.msgpack", [one._replace(plan=()) for one in cells], local_gpu(0))
+        publish_choices(
+            folder / "on-load" / "choices.msgpack", [cell._replace(plan=()) for cell in cells], local_gpu(0)
+        )
 
 
 @pytest.fixture
@@ -143,11 +145,11 @@ def run(call: Rows, rows: int, switch: Switch, **changes: Any) -> tuple[torch.Te
         y = torch.full(
             (rows, call.sizes[1] if call.op is Op.FORWARD else call.sizes[2]), NAN, device="cuda", dtype=torch.bfloat16
         )
-        one = call._replace(**changes)
-        made = product_kernels.product_kernel(one, y)
-        assert made is not None
-        assert (made.gather is not None) is first
-        results.append(products.rows(one, y))
+        changed = call._replace(**changes)
+        kernel = product_kernels.product_kernel(changed, y)
+        assert kernel is not None
+        assert (kernel.gather is not None) is first
+        results.append(products.rows(changed, y))
     return results[0], results[1]
 
 
@@ -206,10 +208,12 @@ def test_an_index_out_of_range_reads_and_stores_nothing(switch: Switch, step: to
     wrong = torch.randperm(M, device="cuda")[: M // 5]
     index[wrong] = torch.tensor([-1, -(2**31), M, 2**31 - 1], device="cuda").repeat(M)[: len(wrong)]
     x, w, weights = random(T, K), random(E, N, K, scale=K**-0.5), torch.rand(M, device="cuda")
-    for scatter, given in ((True, None), (False, weights), (True, weights), (False, None)):
-        call = Rows(Op.FORWARD, x, w, routing.m_sizes, Layout.NK, M, index.to(step), TOPK, scatter, given, loose=True)
+    for scatter, row_weights in ((True, None), (False, weights), (True, weights), (False, None)):
+        call = Rows(
+            Op.FORWARD, x, w, routing.m_sizes, Layout.NK, M, index.to(step), TOPK, scatter, row_weights, loose=True
+        )
         on_load, first = run(call, M, switch)
-        if not scatter and given is None:  # these rows may hold anything
+        if not scatter and row_weights is None:  # these rows may hold anything
             on_load[wrong] = first[wrong] = 0
         near(first, on_load)
     assert not call.may_gather_first(aligned=False)
@@ -244,12 +248,12 @@ def test_a_captured_layer_is_replayed_with_other_routing(switch: Switch) -> None
     E, H, I, T = 8, 768, 512, 600  # noqa: E741
     up, down = random(E, 2 * I, H, scale=H**-0.5), random(E, H, I, scale=I**-0.5)
     hidden, weights = random(T, H), torch.rand(T, TOPK, device="cuda")
-    every = [torch.randint(low, E, (T, TOPK), device="cuda") for low in (0, -3, 4)]
-    every.append(torch.full((T, TOPK), -1, device="cuda"))
-    found: list[list[torch.Tensor]] = []
+    routings = [torch.randint(low, E, (T, TOPK), device="cuda") for low in (0, -3, 4)]
+    routings.append(torch.full((T, TOPK), -1, device="cuda"))
+    outcomes: list[list[torch.Tensor]] = []
     for first in (False, True):
         switch(first, Problem(Op.FORWARD, DType.BF16, E, 2 * I, H, Layout.NK, Fusion.GATHER))
-        ids = every[0].clone()
+        ids = routings[0].clone()
         with torch.no_grad():
             for _ in range(3):
                 moe_mlp(hidden, up, down, ids, weights, "gelu")
@@ -257,13 +261,13 @@ def test_a_captured_layer_is_replayed_with_other_routing(switch: Switch) -> None
             with torch.cuda.graph(graph):
                 out = moe_mlp(hidden, up, down, ids, weights, "gelu")
             results = []
-            for other in every:
+            for other in routings:
                 ids.copy_(other)
                 graph.replay()
                 results.append(out.clone())
                 assert torch.equal(results[-1], moe_mlp(hidden, up, down, ids, weights, "gelu"))
-        found.append(results)
-    for on_load, beforehand in zip(*found, strict=True):
+        outcomes.append(results)
+    for on_load, beforehand in zip(*outcomes, strict=True):
         near(beforehand, on_load)
 
 
@@ -287,8 +291,8 @@ def test_a_first_call_in_a_capture_and_a_side_stream(switch: Switch) -> None:
     with torch.cuda.stream(side):
         results = [products.rows(call, torch.full_like(wanted, NAN)) for _ in range(4)]  # the scratch comes again
     torch.cuda.current_stream().wait_stream(side)
-    for one in results:
-        near(one, wanted)
+    for result in results:
+        near(result, wanted)
 
 
 @pytest.mark.parametrize("kind", ["ragged", "elsewhere"])
@@ -314,9 +318,9 @@ def test_silu_in_the_epilogue_of_rows_gathered_beforehand(switch: Switch, tmp_pa
             results = []
             for first, folder in enumerate(folders):
                 switch.use(folder)
-                made = product_kernels.kernel_for_gated(call)
-                assert made is not None
-                assert (made.gather is not None) is bool(first)
+                kernel = product_kernels.kernel_for_gated(call)
+                assert kernel is not None
+                assert (kernel.gather is not None) is bool(first)
                 a = products.gated_rows(call)
                 assert a is not None
                 results.append(a[:used])

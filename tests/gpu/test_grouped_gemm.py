@@ -60,12 +60,12 @@ def test_rows_of_y_that_are_no_whole_16_bytes(dtype: torch.dtype, n: int, sizes:
     """Aligned code runs: nothing is read past w, and nothing comes of the next expert's rows."""
     x, w, m_sizes = inputs(dtype, sizes, n=n)
     w = torch.cat([w, torch.full_like(w[:1], float("nan"))])[:-1]  # what lies past the last expert
-    told = explain(x, w, m_sizes)
+    explanation = explain(x, w, m_sizes)
     for _ in range(3):
         y = grouped_gemm(x, w, m_sizes)
         assert y.stride() == (-(-n // 8) * 8, 1)
         assert_right(y, x, w, m_sizes)
-    assert "each row of y is filled up" in told.reason
+    assert "each row of y is filled up" in explanation.reason
     wide = w.new_full((len(sizes), n, K), float("nan"))
     wide[3] = w[3]
     start = sum(sizes[:3])
@@ -225,15 +225,15 @@ def test_weights_that_lie_the_other_way_run_what_ships(rows: int, monkeypatch: p
     try:
         x, w, m_sizes = inputs(sizes=(0, rows, 0, rows // 2, 3, 0, 0, 1))
         kn = w.transpose(1, 2).contiguous()
-        told = explain(x, kn, m_sizes, w_layout="kn")
-        assert told.chosen is not None
-        assert told.chosen.variant.op is Op.DX
-        given = x.clone().requires_grad_(), kn.clone().requires_grad_()
-        y = grouped_gemm(*given, m_sizes, w_layout="kn")
+        explanation = explain(x, kn, m_sizes, w_layout="kn")
+        assert explanation.chosen is not None
+        assert explanation.chosen.variant.op is Op.DX
+        leaves = x.clone().requires_grad_(), kn.clone().requires_grad_()
+        y = grouped_gemm(*leaves, m_sizes, w_layout="kn")
         assert_right(y.detach(), x, w, m_sizes)
         dy = torch.randn_like(y)
         y.backward(dy)
-        dx, dw = (one.grad for one in given)
+        dx, dw = (leaf.grad for leaf in leaves)
         assert dx is not None
         assert dw is not None
         assert_right(dx, dy, kn, m_sizes)

@@ -32,7 +32,7 @@ SIZES = [(2 * I, H), (H, I)]  # N, K of both products
 ROWS = [1, 40, 700]
 MOST = 3e-3  # w and y are rounded to bf16
 FALLS = ["random", "one", "few"]
-FORMATS = sorted(one.value for one in DTYPES)
+FORMATS = sorted(dtype.value for dtype in DTYPES)
 
 Make = Callable[[str, int, int], ExpertWeights]
 
@@ -41,7 +41,7 @@ Make = Callable[[str, int, int], ExpertWeights]
 def make(caplog: pytest.LogCaptureFixture) -> Iterator[Make]:
     """Makes weights that a bundle has kernels for, which are to run: torch's way fails."""
 
-    def made(format: str, N: int, K: int) -> ExpertWeights:
+    def packed_weights(format: str, N: int, K: int) -> ExpertWeights:
         w = ExpertWeights.quantize(torch.randn(E, N, K, generator=torch.Generator().manual_seed(N)) / K**0.5, format)
         dtype = w.kernel_dtypes[-1]
         for fusion in (Fusion.NONE, Fusion.SCATTER):
@@ -51,8 +51,8 @@ def make(caplog: pytest.LogCaptureFixture) -> Iterator[Make]:
         return w.to("cuda").prepare()
 
     quantised._tell.cache_clear()
-    yield made
-    assert "torch dequantises them" not in " ".join(one.getMessage() for one in caplog.get_records("call"))
+    yield packed_weights
+    assert "torch dequantises them" not in " ".join(record.getMessage() for record in caplog.get_records("call"))
 
 
 def fallen(M: int, fall: str) -> torch.Tensor:
@@ -79,8 +79,8 @@ def product(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, bias: torch
     return y
 
 
-def off(found: torch.Tensor, want: torch.Tensor) -> float:
-    return float((found.double() - want.double()).norm() / want.double().norm())
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 @pytest.mark.parametrize("fall", FALLS)
@@ -172,15 +172,15 @@ def test_a_layer_with_biases(make: Make, format: str, T: int, interleaved: bool)
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
 
-    given = random(T, H), torch.randint(-1, E, (T, 2), generator=generator), torch.rand(T, 2, generator=generator)
+    inputs = random(T, H), torch.randint(-1, E, (T, 2), generator=generator), torch.rand(T, 2, generator=generator)
     biases = {"gate_up_bias": random(E, 2 * I), "down_bias": random(E, H)}
-    dense = [ExpertWeights.to(one, "cpu").dequantize(torch.float32) for one in (up, down)]
+    dense = [ExpertWeights.to(matrix, "cpu").dequantize(torch.float32) for matrix in (up, down)]
 
     def call(device: str, *weights: torch.Tensor | ExpertWeights) -> torch.Tensor:
-        hidden, ids, scale = (one.to(device) for one in given)
-        how: dict[str, Any] = {name: one.to(device) for name, one in biases.items()}
+        hidden, ids, scale = (tensor.to(device) for tensor in inputs)
+        how: dict[str, Any] = {name: bias.to(device) for name, bias in biases.items()}
         if device == "cpu":  # float32 throughout
-            hidden, how = hidden.float(), {name: one.float() for name, one in how.items()}
+            hidden, how = hidden.float(), {name: tensor.float() for name, tensor in how.items()}
         return moe_mlp(hidden, *weights, ids, scale, "swiglu_oai", interleaved=interleaved, **how)
 
     y = call("cuda", up, down)
@@ -206,9 +206,9 @@ def test_a_graph_holds_a_product_and_a_layer(make: Make, format: str) -> None:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = run()
+        got = run()
     for seed in range(2):
         x.copy_(torch.randn(M, H, generator=torch.Generator().manual_seed(100 + seed)))
         graph.replay()
-        for one, want in zip(found, run(), strict=True):
-            assert torch.equal(one, want)
+        for tensor, want in zip(got, run(), strict=True):
+            assert torch.equal(tensor, want)

@@ -68,15 +68,15 @@ def test_the_activation_and_its_gradient(act: RowActivation, dtype: torch.dtype,
     near(activation.forward(h, act, bounds)[:end], want.detach(), MOST[dtype])
     scale = weights[index][:end, None].double()
     (dh,) = torch.autograd.grad(want, wide, da[:end].double() * scale)
-    found = activation.gradient(h, da, act, Needs(True, True, True), weights=weights, index=index, bounds=bounds)
-    near(found[0][:end] if found[0] is not None else None, dh, MOST[dtype])
-    near(found[1][:end] if found[1] is not None else None, want.detach() * scale, MOST[dtype])
+    got = activation.gradient(h, da, act, Needs(True, True, True), weights=weights, index=index, bounds=bounds)
+    near(got[0][:end] if got[0] is not None else None, dh, MOST[dtype])
+    near(got[1][:end] if got[1] is not None else None, want.detach() * scale, MOST[dtype])
     dots = torch.zeros(M, device="cuda", dtype=torch.float64)
     dots[index[:end]] = (da[:end].double() * want.detach()).sum(1)
-    near(found[2], dots, 1e-5)
+    near(got[2], dots, 1e-5)
     again = activation.gradient(h, da, act, Needs(True, True, True), weights=weights, index=index.int(), bounds=bounds)
-    assert all(torch.equal(one[:end], two[:end]) for one, two in zip(found[:2], again[:2], strict=True))
-    assert torch.equal(found[2], again[2])
+    assert all(torch.equal(tensor[:end], two[:end]) for tensor, two in zip(got[:2], again[:2], strict=True))
+    assert torch.equal(got[2], again[2])
 
 
 @pytest.mark.parametrize(
@@ -186,23 +186,23 @@ def layer(dtype: torch.dtype, gated: bool, layout: str, biased: bool) -> dict[st
     wide = 2 * I if gated else I
     up, down = random(E, wide, H, scale=H**-0.5, dtype=dtype), random(E, H, I, scale=I**-0.5, dtype=dtype)
     if layout == "kn":
-        up, down = (one.transpose(1, 2).contiguous() for one in (up, down))
-    found = {"gate_up_weight": up, "down_weight": down}
+        up, down = (tensor.transpose(1, 2).contiguous() for tensor in (up, down))
+    arguments = {"gate_up_weight": up, "down_weight": down}
     if biased:
-        found |= {"gate_up_bias": random(E, wide, dtype=dtype), "down_bias": random(E, H, dtype=dtype, seed=3)}
-    return found
+        arguments |= {"gate_up_bias": random(E, wide, dtype=dtype), "down_bias": random(E, H, dtype=dtype, seed=3)}
+    return arguments
 
 
 def step(
     hidden: torch.Tensor,
-    given: dict[str, torch.Tensor],
+    inputs: dict[str, torch.Tensor],
     ids: torch.Tensor,
     weights: torch.Tensor,
     frozen: dict[str, torch.Tensor] | None = None,
     **how: Any,
 ) -> list[torch.Tensor]:
     """The layer's result, and all its gradients but for those of what is frozen."""
-    leaves = {name: one.detach().requires_grad_() for name, one in given.items()}
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
     x, t = hidden.detach().requires_grad_(), weights.detach().requires_grad_()
     out = moe_mlp(x, topk_ids=ids, topk_weights=t, **leaves, **(frozen or {}), **how)
     dout = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out).to(out)
@@ -220,76 +220,78 @@ def test_the_layer_is_near_float64(
     T: int, narrow: bool, activation_: str, gated: bool, layout: str, biased: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(T)
-    given = layer(dtype, gated, layout, biased)
+    inputs = layer(dtype, gated, layout, biased)
     hidden = random(T, H, dtype=dtype)
     weights = torch.rand(T, TOPK, device="cuda").to(dtype if narrow else torch.float32)
     ids = torch.randint(-2, E, (T, TOPK), device="cuda")  # some on other ranks
     how: dict[str, Any] = {"activation": activation_, "gated": gated, "w_layout": layout}
-    got = step(hidden, given, ids, weights, **how)
-    wide = {name: one.double().cpu() for name, one in given.items()}
+    got = step(hidden, inputs, ids, weights, **how)
+    wide = {name: tensor.double().cpu() for name, tensor in inputs.items()}
     want = step(hidden.double().cpu(), wide, ids.cpu(), weights.double().cpu(), **how)
     most = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}[dtype]
-    for one, other in zip(got, want, strict=True):  # (one token's weights have gradients of two sums that cancel)
-        near(one.cpu(), other, most * (10 if other.numel() <= TOPK else 1))
-    for one, other in zip(got, step(hidden, given, ids, weights, **how), strict=True):  # by a plan, where there is one
-        assert torch.equal(one, other)
+    for tensor, other in zip(got, want, strict=True):  # (one token's weights have gradients of two sums that cancel)
+        near(tensor.cpu(), other, most * (10 if other.numel() <= TOPK else 1))
+    for tensor, other in zip(
+        got, step(hidden, inputs, ids, weights, **how), strict=True
+    ):  # by a plan, where there is one
+        assert torch.equal(tensor, other)
 
 
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("T", [1, 37, 700])
 def test_frozen_biases(T: int, narrow: bool) -> None:
     torch.manual_seed(T)
-    given = layer(torch.bfloat16, True, "kn", True)
-    biases = {name: given.pop(name) for name in ("gate_up_bias", "down_bias")}
+    inputs = layer(torch.bfloat16, True, "kn", True)
+    biases = {name: inputs.pop(name) for name in ("gate_up_bias", "down_bias")}
     hidden, ids = random(T, H), torch.randint(-2, E, (T, TOPK), device="cuda")
     weights = torch.rand(T, TOPK, device="cuda").to(torch.bfloat16 if narrow else torch.float32)
     how: dict[str, Any] = {"activation": "swiglu_oai", "w_layout": "kn"}
-    learnt = step(hidden, given | biases, ids, weights, **how)
+    learnt = step(hidden, inputs | biases, ids, weights, **how)
     for _ in range(3):  # by a plan from the second on
-        got = step(hidden, given, ids, weights, frozen=biases, **how)
-        for one, other in zip(got, learnt[: len(got)], strict=True):
-            near(one, other, 2e-2 * (10 if other.numel() <= TOPK else 1))
+        got = step(hidden, inputs, ids, weights, frozen=biases, **how)
+        for tensor, other in zip(got, learnt[: len(got)], strict=True):
+            near(tensor, other, 2e-2 * (10 if other.numel() <= TOPK else 1))
 
 
 def test_biases_of_any_strides() -> None:
-    given = layer(torch.bfloat16, True, "nk", True)
+    inputs = layer(torch.bfloat16, True, "nk", True)
     hidden, weights = random(40, H), torch.rand(40, TOPK, device="cuda")
     ids = torch.randint(0, E, (40, TOPK), device="cuda")
-    cut = given["gate_up_bias"].repeat(1, 2)[:, : 2 * I]
-    spread = given["down_bias"][0].expand(E, H)
-    strided = given | {"gate_up_bias": cut, "down_bias": spread}
-    dense = given | {"gate_up_bias": cut.contiguous(), "down_bias": spread.contiguous()}
-    got, want = (moe_mlp(hidden, topk_ids=ids, topk_weights=weights, **one) for one in (strided, dense))
+    cut = inputs["gate_up_bias"].repeat(1, 2)[:, : 2 * I]
+    spread = inputs["down_bias"][0].expand(E, H)
+    strided = inputs | {"gate_up_bias": cut, "down_bias": spread}
+    dense = inputs | {"gate_up_bias": cut.contiguous(), "down_bias": spread.contiguous()}
+    got, want = (moe_mlp(hidden, topk_ids=ids, topk_weights=weights, **arguments) for arguments in (strided, dense))
     assert torch.equal(got, want)
 
 
 def test_torch_in_place_of_the_passes_is_as_near() -> None:
-    given = layer(torch.bfloat16, True, "nk", False)
+    inputs = layer(torch.bfloat16, True, "nk", False)
     hidden, weights = random(200, H), torch.rand(200, TOPK, device="cuda")
     ids = torch.randint(-2, E, (200, TOPK), device="cuda")
-    got = step(hidden, given, ids, weights)
+    got = step(hidden, inputs, ids, weights)
     with failed(lambda variant: isinstance(variant.op, RowOp)):
-        by_torch = step(hidden, given, ids, weights)
+        by_torch = step(hidden, inputs, ids, weights)
         passes = snapshot().passes
         assert {key[0] for key in passes} >= {RowOp.ACTIVATION, RowOp.COMBINE}
         assert not any(passes.values())
-    for one, other in zip(got, by_torch, strict=True):
-        near(one, other, 2e-2)
+    for tensor, other in zip(got, by_torch, strict=True):
+        near(tensor, other, 2e-2)
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # of leaves that were made on another one
 def test_a_step_is_captured_and_replayed_with_other_routing() -> None:
-    given = {name: one.requires_grad_() for name, one in layer(torch.bfloat16, True, "nk", False).items()}
+    inputs = {name: tensor.requires_grad_() for name, tensor in layer(torch.bfloat16, True, "nk", False).items()}
     hidden = random(128, H).requires_grad_()
     weights, ids = (
         torch.rand(128, TOPK, device="cuda").requires_grad_(),
         torch.randint(0, E, (128, TOPK), device="cuda"),
     )
     dout = random(128, H, seed=5)
-    leaves = [hidden, weights, *given.values()]
+    leaves = [hidden, weights, *inputs.values()]
 
     def run() -> list[torch.Tensor]:
-        out = moe_mlp(hidden, topk_ids=ids, topk_weights=weights, **given)
+        out = moe_mlp(hidden, topk_ids=ids, topk_weights=weights, **inputs)
         return [out, *torch.autograd.grad(out, leaves, dout)]
 
     torch.cuda.synchronize()
@@ -304,22 +306,22 @@ def test_a_step_is_captured_and_replayed_with_other_routing() -> None:
     other = torch.randint(-2, E, (128, TOPK), device="cuda")
     ids.copy_(other)
     graph.replay()
-    for one, want in zip(captured, run(), strict=True):
-        assert torch.equal(one, want)
+    for tensor, want in zip(captured, run(), strict=True):
+        assert torch.equal(tensor, want)
 
 
 def test_out_takes_what_a_layer_comes_to() -> None:
-    given = layer(torch.bfloat16, True, "nk", False)
+    inputs = layer(torch.bfloat16, True, "nk", False)
     weights, ids = torch.rand(128, TOPK, device="cuda"), torch.randint(-1, E, (128, TOPK), device="cuda")
     for T in (128, 128, 100, 127):  # the second and later ones by a program
         hidden = random(T, H, seed=T)
-        want = moe_mlp(hidden, topk_ids=ids[:T], topk_weights=weights[:T], **given)
+        want = moe_mlp(hidden, topk_ids=ids[:T], topk_weights=weights[:T], **inputs)
         out = torch.full_like(hidden, torch.nan)
-        assert moe_mlp(hidden, topk_ids=ids[:T], topk_weights=weights[:T], out=out, **given) is out
+        assert moe_mlp(hidden, topk_ids=ids[:T], topk_weights=weights[:T], out=out, **inputs) is out
         assert torch.equal(out, want)
         shifted = torch.full((T * H + 1,), torch.nan, device="cuda", dtype=out.dtype)[1:].view(T, H)
-        assert torch.equal(moe_mlp(hidden, topk_ids=ids[:T], topk_weights=weights[:T], out=shifted, **given), want)
-        moe_mlp(hidden, topk_ids=ids[:T], topk_weights=weights[:T], out=hidden, **given)
+        assert torch.equal(moe_mlp(hidden, topk_ids=ids[:T], topk_weights=weights[:T], out=shifted, **inputs), want)
+        moe_mlp(hidden, topk_ids=ids[:T], topk_weights=weights[:T], out=hidden, **inputs)
         assert torch.equal(hidden, want)
 
 
@@ -332,11 +334,11 @@ def test_routing_is_that_of_the_host(experts: int, dtype: torch.dtype) -> None:
         ids = torch.randint(-1, experts + 1, (T, k), device="cuda", dtype=dtype)
         if dtype is torch.int64:
             ids[::3] += 2**32  # no expert's, though its low word is
-        for given in (ids, ids[::2], torch.zeros_like(ids)):
-            here, there = sort_routing(given, experts), sort_routing(given.cpu(), experts)
-            for one, other in zip(here, there, strict=True):
-                assert one.dtype is other.dtype
-                assert torch.equal(one.cpu(), other)
+        for routed in (ids, ids[::2], torch.zeros_like(ids)):
+            here, there = sort_routing(routed, experts), sort_routing(routed.cpu(), experts)
+            for tensor, other in zip(here, there, strict=True):
+                assert tensor.dtype is other.dtype
+                assert torch.equal(tensor.cpu(), other)
 
 
 def test_routing_in_a_graph_and_on_other_streams() -> None:
@@ -347,16 +349,16 @@ def test_routing_in_a_graph_and_on_other_streams() -> None:
     for _ in range(3):
         ids.random_(-1, E)
         graph.replay()
-        for one, other in zip(captured, sort_routing(ids.cpu(), E), strict=True):
-            assert torch.equal(one.cpu(), other)
+        for tensor, other in zip(captured, sort_routing(ids.cpu(), E), strict=True):
+            assert torch.equal(tensor.cpu(), other)
     want = sort_routing(ids.cpu(), E)
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
-    found = []
+    results = []
     for stream in streams:
         with torch.cuda.stream(stream):
-            found += [sort_routing(ids, E) for _ in range(20)]
+            results += [sort_routing(ids, E) for _ in range(20)]
     torch.cuda.synchronize()
-    for routing in found:
-        for one, other in zip(routing, want, strict=True):
-            assert torch.equal(one.cpu(), other)
+    for routing in results:
+        for tensor, other in zip(routing, want, strict=True):
+            assert torch.equal(tensor.cpu(), other)

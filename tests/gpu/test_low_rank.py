@@ -62,16 +62,18 @@ def test_a_layer_and_its_gradients(T: int, r: int, layout: str, biased: bool, sh
     ]
     leaves = [hidden, *low]
     lora = Lora(low[0], low[1], 0.5), Lora(low[2], low[3], 2.0)
-    matrices = [one.detach() if layout == "nk" else one.detach().transpose(1, 2).contiguous() for one in (up, down)]
+    matrices = [
+        matrix.detach() if layout == "nk" else matrix.detach().transpose(1, 2).contiguous() for matrix in (up, down)
+    ]
     dout = torch.randn(T, H, device="cuda").to(torch.bfloat16)
     reload()
     for _ in range(2):  # the second by its plan
         out = moe_mlp(hidden, *matrices, ids, weights, gate_up_bias=bias, w_layout=layout, lora=lora)
-        found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        results = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
         ran = [ready for key, ready in snapshot.snapshot().launchers.items() if key[0] == "low rank"]
         assert ran, "no code that adds a low-rank part was asked for"
         assert all(ran)
-        wide = [one.detach().float().requires_grad_() for one in leaves]
+        wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
         pair = Lora(wide[1], wide[2], 0.5), Lora(wide[3], wide[4], 2.0)
         want = dense(
             wide[0],
@@ -83,8 +85,8 @@ def test_a_layer_and_its_gradients(T: int, r: int, layout: str, biased: bool, sh
             None if bias is None else bias.float(),
         )
         wanted = [want.detach(), *torch.autograd.grad(want, wide, dout.float())]
-        for got, one in zip(found, wanted, strict=True):
-            assert float((got.float() - one).norm() / one.norm()) < 1.5e-2
+        for got, expected in zip(results, wanted, strict=True):
+            assert float((got.float() - expected).norm() / expected.norm()) < 1.5e-2
 
 
 @pytest.mark.parametrize("T", [3, 700])
@@ -110,22 +112,22 @@ def test_a_layer_of_codes_and_its_gradients(format: str, biased: bool, r: int, T
         tensor(E, H, r, spread=r**-0.5),
     ]
     leaves, lora = [hidden, *low], (Lora(low[0], low[1], 0.5), Lora(low[2], low[3], 2.0))
-    up, down = (one.dequantize(torch.float32) for one in matrices)
+    up, down = (matrix.dequantize(torch.float32) for matrix in matrices)
     dout = torch.randn(T, H, device="cuda").to(torch.bfloat16)
     reload()
     for _ in range(2):  # the second by its plan
         out = moe_mlp(hidden, *matrices, ids, weights, gate_up_bias=bias, lora=lora)
-        found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        results = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
         ran = {key[1]: ready for key, ready in snapshot.snapshot().launchers.items() if key[0] == "low rank of codes"}
         assert set(ran) == ({"dX"} if format.startswith("fp8") else {"forward", "dX"})
         assert all(ran.values())
-        wide = [one.detach().float().requires_grad_() for one in leaves]
+        wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
         pair = Lora(wide[1], wide[2], 0.5), Lora(wide[3], wide[4], 2.0)
         want = dense(wide[0], up, down, ids, weights, pair, None if bias is None else bias.float())
         wanted = [want.detach(), *torch.autograd.grad(want, wide, dout.float())]
         most = 6e-2 if format.startswith("fp8") else 1.5e-2  # of x in fp8, too, what quantising it loses
-        for got, one in zip(found, wanted, strict=True):
-            assert float((got.float() - one).norm() / one.norm()) < most
+        for got, expected in zip(results, wanted, strict=True):
+            assert float((got.float() - expected).norm() / expected.norm()) < most
 
 
 def product(
@@ -136,20 +138,20 @@ def product(
     y = torch.zeros(x.shape[0], w.shape[1], device=x.device, dtype=x.dtype)
     for e in range(len(w)):
         rows = (expert == e).nonzero()[:, 0]
-        given = x[rows]
-        part = given @ w[e].T + scale * (given @ A[e % len(A)].T) @ B[e % len(B)].T
+        taken = x[rows]
+        part = taken @ w[e].T + scale * (taken @ A[e % len(A)].T) @ B[e % len(B)].T
         y = y.index_add(0, rows, part if bias is None else part + bias[e])
     return y
 
 
 def low_rank_ran(kind: str) -> dict[str, object]:
-    """What was found for products with a low-rank part, by op."""
+    """Return the decisions for products with a low-rank part, by op."""
     return {key[1]: ready for key, ready in snapshot.snapshot().launchers.items() if key[0] == kind}
 
 
-def near(found: list[torch.Tensor], wanted: list[torch.Tensor], most: float = 1.5e-2) -> None:
-    for got, one in zip(found, wanted, strict=True):
-        assert float((got.float() - one).norm() / one.norm()) < most
+def near(tensors: list[torch.Tensor], wanted: list[torch.Tensor], most: float = 1.5e-2) -> None:
+    for got, want in zip(tensors, wanted, strict=True):
+        assert float((got.float() - want).norm() / want.norm()) < most
 
 
 @pytest.mark.parametrize("T", [5, 700])
@@ -157,7 +159,7 @@ def near(found: list[torch.Tensor], wanted: list[torch.Tensor], most: float = 1.
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("form", ["plain", "gathered", "gathered, biased", "scattered", "weighed"])
 def test_a_product_and_its_gradients(form: str, layout: str, r: int, T: int) -> None:
-    """Where rows stay in their places its low-rank part is in its kernel, and that of dX of every form."""
+    """If rows stay in their places, the low-rank part is in the product's kernel, and in dX's in every form."""
     torch.manual_seed(r + T)
     N, K, kn, M = 2 * I, H, layout == "kn", T * TOP_K
     ids = torch.stack([torch.randperm(E + 1, device="cuda")[:TOP_K] for _ in range(T)])  # E: on another rank
@@ -175,18 +177,18 @@ def test_a_product_and_its_gradients(form: str, layout: str, r: int, T: int) -> 
     reload()
     for _ in range(2):
         y = grouped_gemm(x, matrix, routing.m_sizes, w_layout=layout, bias=bias, lora=Lora(*low, 0.5), **how)
-        found = [y.detach(), *torch.autograd.grad(y, [x, *low], dy)]
-    wide = [one.detach().float().requires_grad_() for one in (x, *low)]
+        results = [y.detach(), *torch.autograd.grad(y, [x, *low], dy)]
+    wide = [tensor.detach().float().requires_grad_() for tensor in (x, *low)]
     index = routing.gather_indices
     rows = wide[0][index // TOP_K] if gathered else wide[0]
     want = product(rows, w.float(), Lora(*wide[1:], 0.5), expert, None if bias is None else bias.float())
     want = want if weights is None else want * weights.flatten()[index][:, None]
     want = torch.zeros_like(want).index_copy(0, index, want) if form == "scattered" else want
     if form != "scattered":  # rows of no expert hold anything
-        found[0], given, want_y = found[0][:used], dy[:used].float(), want[:used]
+        results[0], upstream, want_y = results[0][:used], dy[:used].float(), want[:used]
     else:
-        given, want_y = dy.float(), want
-    near(found, [want_y.detach(), *torch.autograd.grad(want_y, wide, given)])
+        upstream, want_y = dy.float(), want
+    near(results, [want_y.detach(), *torch.autograd.grad(want_y, wide, upstream)])
     ran = low_rank_ran("low rank")
     assert all(ran.values())
     stays = form in ("plain", "gathered", "gathered, biased")
@@ -210,12 +212,14 @@ def test_a_product_of_codes_and_its_gradients(format: str, gathered: bool, T: in
     reload()
     for _ in range(2):
         y = grouped_gemm(x, w, routing.m_sizes, bias=bias, lora=Lora(*low, 0.5), **how)
-        found = [y.detach(), *torch.autograd.grad(y, [x, *low], dy)]
-    wide = [one.detach().float().requires_grad_() for one in (x, *low)]
+        results = [y.detach(), *torch.autograd.grad(y, [x, *low], dy)]
+    wide = [tensor.detach().float().requires_grad_() for tensor in (x, *low)]
     rows = wide[0][routing.gather_indices // TOP_K] if gathered else wide[0]
     want = product(rows, plain, Lora(*wide[1:], 0.5), expert, bias.float())
     near(
-        found, [want.detach(), *torch.autograd.grad(want, wide, dy.float())], 6e-2 if format == "fp8_block" else 1.5e-2
+        results,
+        [want.detach(), *torch.autograd.grad(want, wide, dy.float())],
+        6e-2 if format == "fp8_block" else 1.5e-2,
     )
     ran = low_rank_ran("low rank of codes")
     assert set(ran) == ({"dX"} if format == "fp8_block" else {"forward", "dX"})
@@ -272,10 +276,10 @@ def test_a_product_in_a_graph_and_compiled(compiled: bool) -> None:
         step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
+        results = step()
     with torch.no_grad():
         x.copy_(torch.randn_like(x))
     graph.replay()
-    for got, want in zip(found, step(), strict=True):
+    for got, want in zip(results, step(), strict=True):
         assert torch.equal(got, want)
     assert set(low_rank_ran("low rank")) == {"forward", "dX"}

@@ -29,9 +29,9 @@ E, N, K = 16, 512, 512
 @pytest.fixture(scope="module")
 def candidates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Real cubins for this GPU."""
-    given = os.environ.get("PRETUNED_TEST_CANDIDATES")
-    if given:
-        return Path(given)
+    candidates_path = os.environ.get("PRETUNED_TEST_CANDIDATES")
+    if candidates_path:
+        return Path(candidates_path)
     pytest.importorskip("triton")
     path = tmp_path_factory.mktemp("candidates") / "candidates.msgpack"
     command = [sys.executable, "-m", "pretuned.aot", "compile", "--models", MODEL, "-o", str(path)]
@@ -42,7 +42,9 @@ def candidates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_cell_is_measured_and_kept(candidates: Path, tmp_path: Path) -> None:
     """Every op and form of one shape; the whole way through a worker process."""
     with open_bundle(candidates) as bundle:
-        kinds = {(one.op, one.layout, one.fusion) for one in bundle.variants() if isinstance(one.op, Op)}
+        kinds = {
+            (variant.op, variant.layout, variant.fusion) for variant in bundle.variants() if isinstance(variant.op, Op)
+        }
     problems = {
         Problem(op, DType.BF16, E, N, K, layout, fusion): (16, 1024) for op, layout, fusion in sorted(kinds, key=str)
     }
@@ -69,11 +71,13 @@ def test_a_cell_is_measured_and_kept(candidates: Path, tmp_path: Path) -> None:
         if record.plain is not None:  # in turns with the form, which takes about as long
             sha, ns = record.plain
             product = record.problem._replace(fusion=Fusion.NONE)
-            beside = next(one for one in contents.records if (one.problem, one.bucket) == (product, record.bucket))
+            beside = next(
+                other for other in contents.records if (other.problem, other.bucket) == (product, record.bucket)
+            )
             assert isinstance(beside, Measured)
-            assert min(beside.timings, key=lambda one: (one.time_ns, one.variant)).variant == sha
+            assert min(beside.timings, key=lambda timing: (timing.time_ns, timing.variant)).variant == sha
             assert len(ns) == len(ROUTINGS)
-            assert 0.5 < geometric_mean(ns) / min(one.time_ns for one in record.timings) < 2.0
+            assert 0.5 < geometric_mean(ns) / min(timing.time_ns for timing in record.timings) < 2.0
     again = tune_problems(problems, candidates, journal)
     assert (again.measured, again.in_journal) == (0, outcome.measured)
 
@@ -89,7 +93,7 @@ def test_a_variant_with_wrong_numbers_is_out(candidates: Path, tmp_path: Path, m
         variants = bundle.variants()
         digest = bundle.digest
     problem = Problem(Op.FORWARD, DType.BF16, E, N, K)
-    first = next(i for i, one in enumerate(variants) if serves(one, problem))
+    first = next(i for i, variant in enumerate(variants) if serves(variant, problem))
     before = NumericsCheck.reference
 
     def other(self: NumericsCheck, on: Tensors, counts: list[int]) -> torch.Tensor:
@@ -99,7 +103,7 @@ def test_a_variant_with_wrong_numbers_is_out(candidates: Path, tmp_path: Path, m
     result = bench.run(Setup(str(candidates), digest, 0), MeasureJob(problem, 64, (first,)))
     assert result.measured is None
     assert not result.broken
-    assert [one.kind for one in result.failures] == [WRONG]
+    assert [failure.kind for failure in result.failures] == [WRONG]
     assert "relative error 0.02" in result.failures[0].reason
 
 
@@ -108,7 +112,9 @@ def test_a_fault_on_the_gpu_is_contained(candidates: Path, tmp_path: Path) -> No
     with open_bundle(candidates) as opened:
         bundle = opened.load()
     problem = Problem(Op.FORWARD, DType.BF16, E, N, K)
-    bad = next(i for i, one in enumerate(bundle.variants) if serves(one, problem) and not dict(one.config)["tma"])
+    bad = next(
+        i for i, variant in enumerate(bundle.variants) if serves(variant, problem) and not dict(variant.config)["tma"]
+    )
     swapped = {"w": "index", "index": "w"}
     arguments = tuple((swapped.get(name, name), kind) for name, kind in bundle.variants[bad].arguments)
     broken = bundle.variants[bad]._replace(arguments=arguments)
@@ -117,11 +123,11 @@ def test_a_fault_on_the_gpu_is_contained(candidates: Path, tmp_path: Path) -> No
     publish(path, codec.encode(bundle._replace(variants=variants)))
     journal = tmp_path / "here.journal"
     outcome = tune_problems({problem: (64, 1024)}, path, journal, entrants=Entrants(share=1.0))
-    assert [one.kind for one in outcome.failures] == [FAULT]
+    assert [failure.kind for failure in outcome.failures] == [FAULT]
     assert outcome.failures[0].variant == broken.cubin_sha256
     assert "illegal memory access" in outcome.failures[0].reason
     assert (outcome.measured, outcome.left) == (2, 0)
     for record in read_journal(journal).records:
         if isinstance(record, Measured):
-            assert broken.cubin_sha256 not in {one.variant for one in record.timings}
+            assert broken.cubin_sha256 not in {timing.variant for timing in record.timings}
             assert len(record.timings) > 10

@@ -57,7 +57,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     snapshot.forget_made()
     compiled.forget()
     reload()
-    assert snapshot.snapshot().found(installed=True) == (), "these tests need a machine without bundles"
+    assert snapshot.snapshot().files(installed=True) == (), "these tests need a machine without bundles"
     yield tmp_path
     allow_jit(False)
     monkeypatch.undo()
@@ -94,10 +94,10 @@ def test_the_jit_runs_through_the_same_launcher(home: Path, caplog: pytest.LogCa
     y = grouped_gemm(x, w, sizes)
     assert loaded_count() == loaded + 1
     assert error_of(y, x, w, sizes) < 1e-2
-    told = explain(x, w, sizes)
-    assert told.chosen is not None
-    assert told.chosen.origin is Origin.COMPILED
-    assert "compiled now by Triton" in str(told)
+    explanation = explain(x, w, sizes)
+    assert explanation.chosen is not None
+    assert explanation.chosen.origin is Origin.COMPILED
+    assert "compiled now by Triton" in str(explanation)
     assert "compiling it now with Triton" in caplog.text
     odd = x[:, 1:], w[:, :, 1:]
     assert error_of(grouped_gemm(*odd, sizes), *odd, sizes) < 1e-2
@@ -116,15 +116,15 @@ def test_a_layer_is_measured_once_by_processes_that_start_together(home: Path) -
         )
         for _ in range(8)
     ]
-    told = [process.communicate(timeout=400) for process in asking]
-    assert [process.returncode for process in asking] == [0] * 8, told[0][1]
-    assert len({out for out, _ in told}) == 1
+    outputs = [process.communicate(timeout=400) for process in asking]
+    assert [process.returncode for process in asking] == [0] * 8, outputs[0][1]
+    assert len({out for out, _ in outputs}) == 1
     assert log.read_text().splitlines() == ["tuned"]
     reload()
     begun = loaded_count()
     configs = pretuned.aot.get_or_autotune_moe_kernels(E, H, WIDTH, K, torch.bfloat16, seq_len=512)
     assert str([(pair.op.value, str(pair.first.config), str(pair.second.config)) for pair in configs]) == (
-        told[0][0].strip()
+        outputs[0][0].strip()
     )
     assert all(half.config is not None for pair in configs for half in (pair.first, pair.second))
     assert configs[0].first.of(Fusion.GATHER) is not None
@@ -185,7 +185,7 @@ def test_autotune_measures_the_kernels_of_quantised_weights(home: Path) -> None:
     values = w.dequantize(torch.float32)
     for _ in range(2):  # the second finds what the first has measured
         assert error_of(grouped_gemm(x, w, sizes, autotune=True), x, values, sizes) < 1e-2
-    told = explain(x, w, sizes)
-    assert told.chosen is not None
-    assert told.chosen.origin is Origin.THIS_GPU
-    assert (told.problem.layout, told.problem.dtype.value) == (Layout.STORED, "mxfp4")
+    explanation = explain(x, w, sizes)
+    assert explanation.chosen is not None
+    assert explanation.chosen.origin is Origin.THIS_GPU
+    assert (explanation.problem.layout, explanation.problem.dtype.value) == (Layout.STORED, "mxfp4")

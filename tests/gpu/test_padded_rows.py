@@ -18,12 +18,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 E, MOST, H, I = 8, 96, 512, 384  # noqa: E741
 COUNTS = ([3, 0, 96, 1, 64, 17, 0, 33], [0] * 8, [96] * 8, [200, -5, 2**31 - 1, 1, 0, 0, 0, 2])
-FORMATS = ["bf16", *(name for name, one in PRECISIONS.items() if one.quantised)]
+FORMATS = ["bf16", *(name for name, precision in PRECISIONS.items() if precision.quantised)]
 CANARY = 7.25
 
 
-def off(found: torch.Tensor, want: torch.Tensor) -> float:
-    return float((found.cpu().double() - want.cpu().double()).norm() / max(1e-9, float(want.double().norm())))
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.cpu().double() - want.cpu().double()).norm() / max(1e-9, float(want.double().norm())))
 
 
 def limit(format: str) -> float:
@@ -41,18 +41,18 @@ def placed(counts: list[int]) -> torch.Tensor:
 
 
 def rows(counts: list[int], columns: int, seed: int = 0) -> torch.Tensor:
-    found = torch.randn(E, MOST, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    found[~placed(counts)] = float("nan")
-    return found
+    values = torch.randn(E, MOST, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    values[~placed(counts)] = float("nan")
+    return values
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_product_and_a_layer(format: str, prepared: bool) -> None:
     up, down = weights(format, 2 * I, H, 1), weights(format, H, I, 2)
-    there = [one.to("cuda") for one in (up, down)]
+    there = [tensor.to("cuda") for tensor in (up, down)]
     if prepared and format != "bf16":
-        there = [one.prepare() for one in there]
+        there = [matrix.prepare() for matrix in there]
     for counts in COUNTS:
         x, here = rows(counts, H), placed(counts)
         sizes = torch.tensor(counts, dtype=torch.int64 if counts[0] == 3 else torch.int32)
@@ -84,14 +84,14 @@ def test_gradients(low: bool) -> None:
     x, dy = rows(counts, H), rows(counts, H, 3)
 
     def call(device: str) -> list[torch.Tensor]:
-        given = [one.to(device).requires_grad_() for one in (x, up, down, *matrices)]
-        lora = (Lora(*given[3:5], 0.5), Lora(*given[5:], 2.0)) if low else None
-        y = experts_mlp(*given[:3], torch.tensor(counts, device=device), lora=lora)
-        return [y.detach()[placed(counts).to(device)], *torch.autograd.grad(y, given, dy.to(device))]
+        leaves = [tensor.to(device).requires_grad_() for tensor in (x, up, down, *matrices)]
+        lora = (Lora(*leaves[3:5], 0.5), Lora(*leaves[5:], 2.0)) if low else None
+        y = experts_mlp(*leaves[:3], torch.tensor(counts, device=device), lora=lora)
+        return [y.detach()[placed(counts).to(device)], *torch.autograd.grad(y, leaves, dy.to(device))]
 
-    for found, want in zip(call("cuda"), call("cpu"), strict=True):
-        assert bool(found.isfinite().all())
-        assert off(found, want) < 2e-2
+    for got, want in zip(call("cuda"), call("cpu"), strict=True):
+        assert bool(got.isfinite().all())
+        assert off(got, want) < 2e-2
 
 
 def test_rows_at_starts_of_their_own() -> None:
@@ -111,7 +111,7 @@ def test_rows_at_starts_of_their_own() -> None:
 def test_a_graph_replays_with_other_counts(format: str) -> None:
     there = [weights(format, 2 * I, H, 1).to("cuda"), weights(format, H, I, 2).to("cuda")]
     if format != "bf16":
-        there = [one.prepare() for one in there]
+        there = [matrix.prepare() for matrix in there]
     x, sizes = rows(COUNTS[0], H).cuda(), torch.tensor(COUNTS[0], dtype=torch.int32, device="cuda")
     out = torch.full((E, MOST, H), CANARY, device="cuda", dtype=torch.bfloat16)
     for _ in range(2):
@@ -131,8 +131,8 @@ def test_a_graph_replays_with_other_counts(format: str) -> None:
 
 def test_the_row_kernel_lists_what_torch_does() -> None:
     sizes, starts = torch.tensor([300, 0, -1, 2**40, 7]), torch.tensor([5000, 3, 1, 100, 2**40])
-    for given, room, R in ((None, 250, 1250), (starts, 6000, 6000)):
-        want = place(sizes, given, room, R)
-        got = place(sizes.cuda(), None if given is None else given.cuda(), room, R)
-        for one, other in zip(got, want, strict=True):
-            assert torch.equal(one.cpu(), other)
+    for m_starts, room, R in ((None, 250, 1250), (starts, 6000, 6000)):
+        want = place(sizes, m_starts, room, R)
+        got = place(sizes.cuda(), None if m_starts is None else m_starts.cuda(), room, R)
+        for tensor, other in zip(got, want, strict=True):
+            assert torch.equal(tensor.cpu(), other)

@@ -52,15 +52,15 @@ def step(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     logits = model(input_ids=ids).logits
     logits.float().square().mean().backward()
-    grads = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {"logits": logits.detach(), **grads}
 
 
-def near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert set(found) == set(wanted)
-    assert len(found) == 5
-    for name, one in wanted.items():
-        assert float((found[name].float() - one.float()).norm() / one.float().norm()) < 2e-2, name
+def near(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert set(got) == set(wanted)
+    assert len(got) == 5
+    for name, tensor in wanted.items():
+        assert float((got[name].float() - tensor.float()).norm() / tensor.float().norm()) < 2e-2, name
 
 
 @pytest.mark.parametrize("T", [96, 2048])
@@ -86,8 +86,8 @@ def test_logits_and_gradients_are_peft_s_own(kind: str, T: int, caplog: pytest.L
     reload()
     wanted = run("grouped_mm")
     for _ in range(2):  # the second by its plan
-        found = run("pretuned")
-        near(found, wanted)
+        got = run("pretuned")
+        near(got, wanted)
     assert "not its adapter alone" not in caplog.text
     ran = {key[1]: ready for key, ready in snapshot.snapshot().launchers.items() if key[0] == "low rank"}
     assert set(ran) == {"forward", "dX"}
@@ -114,20 +114,24 @@ def test_adapters_on_quantised_experts_are_those_of_the_dequantised_model(
         model = transformers.AutoModelForCausalLM.from_pretrained(
             place, experts_implementation=experts, dtype=torch.bfloat16, device_map=DEVICE
         )
-        kept = [quantised(one, "gate_up_proj") is not None for one in model.modules() if "is_transposed" in vars(one)]
+        kept = [
+            quantised(module, "gate_up_proj") is not None
+            for module in model.modules()
+            if "is_transposed" in vars(module)
+        ]
         assert kept == [experts == "pretuned"]
         how = {"r": 16, "lora_alpha": 32, "target_modules": [], "target_parameters": NAMES}
         model = peft.get_peft_model(model, peft.LoraConfig(**how))
         generator = torch.Generator(DEVICE).manual_seed(1)
         with torch.no_grad():
-            for name, one in model.named_parameters():
+            for name, parameter in model.named_parameters():
                 if "lora_" in name:
-                    one.copy_(0.02 * torch.randn(one.shape, generator=generator, device=DEVICE))
+                    parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator, device=DEVICE))
         ids = torch.randint(0, 256, (2, 512), generator=torch.Generator().manual_seed(2)).to(DEVICE)
         step(model, ids)
         return step(model, ids)  # by its plan
 
     reload()
     wanted = run(pair.twin, "grouped_mm")
-    found = run(pair.quantised, "pretuned")
-    near(found, wanted)
+    got = run(pair.quantised, "pretuned")
+    near(got, wanted)

@@ -52,20 +52,20 @@ print(json.dumps({{"count": done.count, "ms": done.seconds * 1e3, "again": again
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, float]:
-    """What a fresh process says."""
+def figures() -> dict[str, float]:
+    """The figures that a fresh process prints."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
-def test_no_call_of_the_model_loads_anything_afterwards(told: dict[str, float]) -> None:
-    assert told["count"] == told["loaded"] > 10
-    assert told["after"] == told["loaded"]
-    assert not told["triton"]
+def test_no_call_of_the_model_loads_anything_afterwards(figures: dict[str, float]) -> None:
+    assert figures["count"] == figures["loaded"] > 10
+    assert figures["after"] == figures["loaded"]
+    assert not figures["triton"]
 
 
-def test_again_it_has_nothing_to_do(told: dict[str, float]) -> None:
-    assert told["again"] == told["count"]
+def test_again_it_has_nothing_to_do(figures: dict[str, float]) -> None:
+    assert figures["again"] == figures["count"]

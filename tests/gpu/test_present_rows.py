@@ -38,7 +38,7 @@ def kept_as_they_were() -> Iterator[None]:
 def with_waves(
     waves: int, monkeypatch: pytest.MonkeyPatch, call: Callable[[], list[torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """What a call returns if a launch has at most so many waves of programs."""
+    """Return the result of a call whose launches have at most so many waves of programs."""
     monkeypatch.setattr(contract, "WAVES", waves)
     for table in (snapshot.snapshot().passes, snapshot.snapshot().plans, snapshot.snapshot().launchers):
         table.clear()
@@ -70,8 +70,8 @@ def test_bits_do_not_depend_on_how_many_programs_there_are(used: int, monkeypatc
         return [a[:used], dh[:used], b[:used], rows[:used], dweights, out]
 
     few, many = (with_waves(waves, monkeypatch, call) for waves in (1, ANY_NUMBER))
-    assert all(torch.equal(one, other) for one, other in zip(few, many, strict=True))
-    assert all(one.isfinite().all() for one in few)
+    assert all(torch.equal(tensor, other) for tensor, other in zip(few, many, strict=True))
+    assert all(tensor.isfinite().all() for tensor in few)
 
 
 @pytest.mark.parametrize("format", ["fp8_block", "fp8_channel", "mxfp4"])
@@ -83,7 +83,7 @@ def test_a_quantised_layer_has_the_same_bits(format: str, present: float, monkey
         torch.randn(E, *shape, device="cuda", generator=generator).bfloat16() * shape[1] ** -0.5
         for shape in ((2 * I, H), (H, I))
     )
-    given = [ExpertWeights.quantize(one, format).prepare() for one in (up, down)]
+    packed = [ExpertWeights.quantize(matrix, format).prepare() for matrix in (up, down)]
     hidden = torch.randn(T, H, device="cuda", generator=generator).bfloat16()
     ids = torch.rand(T, E, device="cuda", generator=generator).topk(TOPK).indices.int()
     ids[torch.rand(T, TOPK, device="cuda", generator=generator) >= present] = -1
@@ -91,7 +91,7 @@ def test_a_quantised_layer_has_the_same_bits(format: str, present: float, monkey
 
     def call() -> list[torch.Tensor]:
         with torch.no_grad():
-            return [moe_mlp(hidden, *given, ids, weights, expected_rows=int(T * TOPK * present))]
+            return [moe_mlp(hidden, *packed, ids, weights, expected_rows=int(T * TOPK * present))]
 
     few, many = (with_waves(waves, monkeypatch, call)[0] for waves in (1, ANY_NUMBER))
     assert torch.equal(few, many)

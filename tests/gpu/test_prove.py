@@ -54,12 +54,12 @@ def measured_here() -> list[Path]:
     """The shipped bundles whose code was tested on this GPU's capability."""
     if not torch.cuda.is_available():
         return []
-    found = []
+    results = []
     for path in SHIPPED:
-        with open_bundle(path) as one:
-            if one.target.sm == local_gpu(0).sm and one.gpus:
-                found.append(path)
-    return found
+        with open_bundle(path) as opened:
+            if opened.target.sm == local_gpu(0).sm and opened.gpus:
+                results.append(path)
+    return results
 
 
 BUNDLES = measured_here()
@@ -92,21 +92,29 @@ def pair() -> tuple[Bundle, int, int, int]:
         with open_bundle(path) as file:
             whole = file.load()
         plain = [
-            (i, one)
-            for i, one in enumerate(whole.variants)
-            if one.alignment == 1
-            and not isinstance(one.op, RowOp)
-            and one.dtype is DType.BF16
-            and one.layout is Layout.NK
-            and one.fusion == Fusion.NONE
+            (i, variant)
+            for i, variant in enumerate(whole.variants)
+            if variant.alignment == 1
+            and not isinstance(variant.op, RowOp)
+            and variant.dtype is DType.BF16
+            and variant.layout is Layout.NK
+            and variant.fusion == Fusion.NONE
         ]
         forward, backward = ([pair for pair in plain if pair[1].op is op] for op in (Op.FORWARD, Op.DX))
 
-        def like(one: Variant) -> object:
-            return one.kernel, one.entry, one.arguments, one.config, one.threads, one.shared_bytes, one.tensor_maps
+        def like(variant: Variant) -> object:
+            return (
+                variant.kernel,
+                variant.entry,
+                variant.arguments,
+                variant.config,
+                variant.threads,
+                variant.shared_bytes,
+                variant.tensor_maps,
+            )
 
-        for i, one in forward:
-            turned = [j for j, other in backward if like(other) == like(one)]
+        for i, variant in forward:
+            turned = [j for j, other in backward if like(other) == like(variant)]
             others = [j for j, _ in forward if j != i]
             if turned and others:
                 return whole, i, turned[0], others[0]
@@ -132,20 +140,20 @@ def write(folder: Path, *, faulty: bool = False) -> Path:
     if faulty:
         variants.append(right._replace(shared_bytes=0))
         cubins.append(whole.cubins[other])
-    kernels = {(one.kernel, one.revision) for one in variants}
+    kernels = {(variant.kernel, variant.revision) for variant in variants}
     choice = Choice(bucket_of(M), 0, Source.MODELLED, 1000, 1, 2000)
-    made = whole._replace(
+    built = whole._replace(
         gpus=(),
         producer=whole.producer.with_held_against(()),
         variants=tuple(variants),
         cubins=tuple(cubins),
         choices={PROBLEM: (choice,)},
         models=(),
-        kernels=tuple(one for one in whole.kernels if (one.name, one.revision) in kernels),
+        kernels=tuple(kernel for kernel in whole.kernels if (kernel.name, kernel.revision) in kernels),
     )
     path = folder / "bundles" / "forged.msgpack"
     path.parent.mkdir(exist_ok=True)
-    publish(path, encode(made))
+    publish(path, encode(built))
     return path
 
 
@@ -165,7 +173,7 @@ class Machine:
         return len(self.trials)
 
     def anew(self) -> None:
-        """As another process finds it."""
+        """Forget the state, like a new process."""
         self_tests._memory.__init__()  # type: ignore[misc]
         device_of(0).trusted.clear()
         self.trials.clear()
@@ -193,23 +201,23 @@ def is_right(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, m_sizes: torch.T
 def test_a_cubin_under_anothers_record_is_found_and_left_out(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = operands()
-    forged = explain(*given).chosen
+    inputs = operands()
+    forged = explain(*inputs).chosen
     assert forged is not None
     assert (forged.usable.path, forged.index) == (machine.path, 0)
-    assert "never run on this capability" in str(explain(*given))
-    assert is_right(grouped_gemm(*given), *given)
-    assert is_right(grouped_gemm(*given), *given)
+    assert "never run on this capability" in str(explain(*inputs))
+    assert is_right(grouped_gemm(*inputs), *inputs)
+    assert is_right(grouped_gemm(*inputs), *inputs)
     assert machine.tried == 2
-    (line,) = [one.getMessage() for one in caplog.records if "left out from now on" in one.getMessage()]
-    for told in ("forged.msgpack", forged.variant.cubin_sha256.hex(), torch.cuda.get_device_name(0), "wanted"):
-        assert told in line
-    chosen = explain(*given).chosen
+    (line,) = [record.getMessage() for record in caplog.records if "left out from now on" in record.getMessage()]
+    for part in ("forged.msgpack", forged.variant.cubin_sha256.hex(), torch.cuda.get_device_name(0), "wanted"):
+        assert part in line
+    chosen = explain(*inputs).chosen
     assert chosen is not None
     assert (chosen.usable.path, chosen.index) == (machine.path, 1)
-    assert "passed its self-test on this GPU" in str(explain(*given))
+    assert "passed its self-test on this GPU" in str(explain(*inputs))
     machine.anew()
-    assert is_right(grouped_gemm(*given), *given)  # it is remembered
+    assert is_right(grouped_gemm(*inputs), *inputs)  # it is remembered
     assert machine.tried == 0
 
 
@@ -217,8 +225,8 @@ def test_without_the_proof_it_would_have_run(machine: Machine, monkeypatch: pyte
     """The forged code is wrong in the call, too: what is found is no freak of the trial."""
     monkeypatch.setenv("PRETUNED_DISABLE_SELF_TEST", "1")
     machine.anew()
-    given = operands()
-    assert not is_right(grouped_gemm(*given), *given)
+    inputs = operands()
+    assert not is_right(grouped_gemm(*inputs), *inputs)
     assert machine.tried == 0
 
 
@@ -245,7 +253,7 @@ def test_a_graph_capture_uses_nothing_that_is_not_tested(machine: Machine) -> No
 
 def test_a_trial_goes_on_beside_a_capture_of_another_thread(machine: Machine) -> None:
     """It runs while this thread captures a graph, which stays whole."""
-    given = operands()
+    inputs = operands()
     kernel_of = open_bundle(machine.path)
     kernel = loaded(kernel_of, 1, 0, local_gpu(0).gpu.sm_count)
     assert proof.tried(kernel) is None  # what torch loads late is there
@@ -258,15 +266,15 @@ def test_a_trial_goes_on_beside_a_capture_of_another_thread(machine: Machine) ->
         c = b * 2
     graph.replay()
     assert c.tolist() == [4.0] * 8
-    assert is_right(grouped_gemm(*given), *given)
+    assert is_right(grouped_gemm(*inputs), *inputs)
 
 
 def test_preload_proves(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     preload(problems=[PROBLEM], tokens=range(60, 90))
     assert machine.tried >= 2
-    assert len([one for one in caplog.records if "left out from now on" in one.getMessage()]) == 1
-    tried, given = machine.tried, operands()
-    assert is_right(grouped_gemm(*given), *given)
+    assert len([record for record in caplog.records if "left out from now on" in record.getMessage()]) == 1
+    tried, inputs = machine.tried, operands()
+    assert is_right(grouped_gemm(*inputs), *inputs)
     assert machine.tried == tried
 
 
@@ -294,12 +302,12 @@ def test_the_command_finds_what_is_wrong_and_what_faults(tmp_path: Path) -> None
     for _ in range(2):  # the second time nothing is run
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 1, done.stderr
-        told = json.loads(done.stdout)["gpus"][0]
-        print(told)
-        assert told["passed"] == 1 + len(weights)
-        assert told["tested_before"] > 50
-        assert len(told["wrong"]) == 2
-        assert all("Please file this line" in line for line in told["wrong"])
-    given = operands()
+        gpu = json.loads(done.stdout)["gpus"][0]
+        print(gpu)
+        assert gpu["passed"] == 1 + len(weights)
+        assert gpu["tested_before"] > 50
+        assert len(gpu["wrong"]) == 2
+        assert all("Please file this line" in line for line in gpu["wrong"])
+    inputs = operands()
     logging.getLogger("pretuned").info("the GPU is as it was")
-    assert torch.isfinite(given[0]).all()
+    assert torch.isfinite(inputs[0]).all()

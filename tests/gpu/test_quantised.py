@@ -15,12 +15,12 @@ from pretuned.runtime.dispatch.snapshot import snapshot
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-FORMATS = [name for name, one in PRECISIONS.items() if one.quantised]
+FORMATS = [name for name, precision in PRECISIONS.items() if precision.quantised]
 E, T, TOPK, H, I = 8, 70, 3, 512, 384  # noqa: E741
 
 
-def off(found: torch.Tensor, want: torch.Tensor) -> float:
-    return float((found.cpu().double() - want.double()).norm() / want.double().norm())
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.cpu().double() - want.double()).norm() / want.double().norm())
 
 
 def limit(format: str) -> float:
@@ -47,7 +47,7 @@ def test_a_product_and_its_gradient(format: str, fused: bool) -> None:
     bias, dy = torch.randn(E, I).bfloat16(), torch.randn(T * TOPK, I).bfloat16()
 
     def call(device: str) -> list[torch.Tensor]:
-        given = x.to(device).requires_grad_()
+        leaf = x.to(device).requires_grad_()
         how = (
             {
                 "topk": TOPK,
@@ -61,20 +61,20 @@ def test_a_product_and_its_gradient(format: str, fused: bool) -> None:
             if fused
             else {"zero_tail": True}
         )
-        y = grouped_gemm(given, w.to(device), m_sizes.to(device), **how)
-        return [y.detach(), *torch.autograd.grad(y, given, dy.to(device))]
+        y = grouped_gemm(leaf, w.to(device), m_sizes.to(device), **how)
+        return [y.detach(), *torch.autograd.grad(y, leaf, dy.to(device))]
 
-    for found, want in zip(call("cuda"), call("cpu"), strict=True):
-        assert off(found, want) < limit(format)  # (torch's product is rounded before the bias is added, and weighted)
+    for got, want in zip(call("cuda"), call("cpu"), strict=True):
+        assert off(got, want) < limit(format)  # (torch's product is rounded before the bias is added, and weighted)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_layer(format: str) -> None:
     up, down = (ExpertWeights.quantize(torch.randn(E, N, K) / K**0.5, format) for N, K in ((2 * I, H), (H, I)))
-    given = torch.randn(T, H).bfloat16(), torch.randint(-1, E, (T, TOPK)), torch.rand(T, TOPK)
+    inputs = torch.randn(T, H).bfloat16(), torch.randint(-1, E, (T, TOPK)), torch.rand(T, TOPK)
 
     def call(device: str) -> torch.Tensor:
-        hidden, ids, weights = (one.to(device) for one in given)
+        hidden, ids, weights = (tensor.to(device) for tensor in inputs)
         return moe_mlp(hidden, up.to(device), down.to(device), ids, weights, "swiglu_oai", interleaved=True)
 
     assert off(call("cuda"), call("cpu")) < limit(format)
@@ -98,9 +98,9 @@ def test_one_token_s_row_is_read_where_it_lies(format: str) -> None:
         a = activate(grouped_gemm(rows, up, m_sizes))
         each = grouped_gemm(a, down, m_sizes)[:used].double()
         sums = (each * weights.flatten()[index[:used]][:, None]).sum(0)
-        found = [moe_mlp(hidden, up, down, ids, weights) for _ in range(3)]
-        assert all(torch.equal(one, found[0]) for one in found)
-        assert off(found[0][0], sums.cpu()) < limit(format)
+        results = [moe_mlp(hidden, up, down, ids, weights) for _ in range(3)]
+        assert all(torch.equal(result, results[0]) for result in results)
+        assert off(results[0][0], sums.cpu()) < limit(format)
         layers = [plan for plan in snapshot().plans.values() if isinstance(plan, LayerPlan)]
         steps = [step.name for plan in layers for program in plan.programs.values() for step in program.steps]
         assert steps
@@ -117,7 +117,7 @@ def test_threads_on_their_own_streams_that_make_the_first_calls(format: str) -> 
         w = ExpertWeights.quantize(torch.randn(E, 1024, 2048, device="cuda") / 45, format)
         x = torch.randn(64, 2048, device="cuda").bfloat16()
         m_sizes = torch.full((E,), 64 // E, dtype=torch.int32, device="cuda")
-        before = [one.view(torch.uint8).clone() for one in w.tensors().values()]
+        before = [tensor.view(torch.uint8).clone() for tensor in w.tensors().values()]
         tensors = list(w.tensors().values())
         begin = threading.Barrier(threads)
         torch.cuda.synchronize()
@@ -130,18 +130,18 @@ def test_threads_on_their_own_streams_that_make_the_first_calls(format: str) -> 
                 first = grouped_gemm(x, w, m)
                 begin.wait()  # weights that another thread has prepared can't be used any more
                 prepared = w.prepare()
-                found = [first, *(grouped_gemm(x, prepared, m) for _ in range(3))]
+                results = [first, *(grouped_gemm(x, prepared, m) for _ in range(3))]
                 torch.cuda.current_stream().synchronize()
-            return found
+            return results
 
         with ThreadPoolExecutor(threads) as pool:
-            found = [one.result() for one in [pool.submit(work) for _ in range(threads)]]
+            results = [future.result() for future in [pool.submit(work) for _ in range(threads)]]
         assert all(torch.equal(a.view(torch.uint8), b) for a, b in zip(tensors, before, strict=True)), trial
         prepared = w.prepare()
         plain, alone = grouped_gemm(x, prepared.restore(), m_sizes), grouped_gemm(x, prepared, m_sizes)
-        for first, *later in found:
+        for first, *later in results:
             assert torch.equal(first, plain), trial
-            assert all(torch.equal(one, alone) for one in later), trial
+            assert all(torch.equal(result, alone) for result in later), trial
         assert off(alone, plain.double().cpu()) < limit(format)
 
 
@@ -155,17 +155,17 @@ def test_writes_to_prepared_weights_are_read_also_by_a_graph(format: str) -> Non
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = grouped_gemm(x, w, m_sizes)
-    for given in (other.codes, other.codes.view(torch.uint8)):
+    for codes in (other.codes, other.codes.view(torch.uint8)):
         with pytest.raises(RuntimeError):
-            w.codes.copy_(given)
+            w.codes.copy_(codes)
     w.copy_(other)
-    found = grouped_gemm(x, w, m_sizes)
+    got = grouped_gemm(x, w, m_sizes)
     graph.replay()
-    assert torch.equal(found, y)
-    want = torch.cat([rows.float() @ one.T for rows, one in zip(x.split(m_sizes.tolist()), wanted, strict=True)])
-    assert off(found, want.double().cpu()) < limit(format)
+    assert torch.equal(got, y)
+    want = torch.cat([rows.float() @ matrix.T for rows, matrix in zip(x.split(m_sizes.tolist()), wanted, strict=True)])
+    assert off(got, want.double().cpu()) < limit(format)
     if w.scale.is_floating_point() and w.scale.dtype is not torch.float8_e4m3fn:
         w.scale.mul_(0.5)
-        assert torch.equal(grouped_gemm(x, w, m_sizes), found / 2)
+        assert torch.equal(grouped_gemm(x, w, m_sizes), got / 2)
         w.scale.data.mul_(2)
-        assert torch.equal(grouped_gemm(x, w.refresh(), m_sizes), found)
+        assert torch.equal(grouped_gemm(x, w.refresh(), m_sizes), got)

@@ -41,8 +41,8 @@ FORMATS = ["fp8_block", "fp8_channel"]
 def weights(format: str) -> list[ExpertWeights]:
     generator = torch.Generator("cuda").manual_seed(5)
     shapes = (2 * I, H), (H, I)
-    every = (torch.randn(E, *s, device="cuda", generator=generator).bfloat16() * s[1] ** -0.5 for s in shapes)
-    return [ExpertWeights.quantize(one, format).prepare() for one in every]
+    matrices = (torch.randn(E, *s, device="cuda", generator=generator).bfloat16() * s[1] ** -0.5 for s in shapes)
+    return [ExpertWeights.quantize(matrix, format).prepare() for matrix in matrices]
 
 
 def exact(T: int, format: str, *, by_column: bool) -> tuple[torch.Tensor, QuantizedRows]:
@@ -70,21 +70,21 @@ def exact(T: int, format: str, *, by_column: bool) -> tuple[torch.Tensor, Quanti
 def test_a_layer_has_the_bits_of_one_that_quantises_its_rows(format: str, T: int, by_column: bool) -> None:
     """With many rows. With few it leaves x as it is, and is near. In a graph it is the same."""
     up, down = weights(format)
-    x, given = exact(T, format, by_column=by_column)
+    x, coded = exact(T, format, by_column=by_column)
     generator = torch.Generator("cuda").manual_seed(T)
     ids = torch.rand(T, E, device="cuda", generator=generator).topk(TOPK).indices
     ids[torch.rand(T, TOPK, device="cuda", generator=generator) < 0.5] = -1
     share = torch.rand(T, TOPK, device="cuda", generator=generator)
     with torch.no_grad():
-        want, found = moe_mlp(x, up, down, ids, share), moe_mlp(given, up, down, ids, share)
+        want, got = moe_mlp(x, up, down, ids, share), moe_mlp(coded, up, down, ids, share)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            again = moe_mlp(given, up, down, ids, share)
+            again = moe_mlp(coded, up, down, ids, share)
     graph.replay()
-    assert torch.equal(found, again)
+    assert torch.equal(got, again)
     if T == 4096:  # 1,024 rows an expert: x is quantised
-        assert torch.equal(found, want)
-    error = (found.float() - want.float()).norm() / want.float().norm().clamp(min=1e-30)
+        assert torch.equal(got, want)
+    error = (got.float() - want.float()).norm() / want.float().norm().clamp(min=1e-30)
     assert float(error) < 1e-2
 
 
@@ -93,20 +93,20 @@ def test_products(format: str) -> None:
     """Of sorted rows and of rows that are gathered, scattered and weighted: as of the rows that the codes stand for."""
     T = 4096
     up, _ = weights(format)
-    x, given = exact(T, format, by_column=True)
+    x, coded = exact(T, format, by_column=True)
     routing = sort_routing(torch.rand(T, E, device="cuda").topk(TOPK).indices, E)
     share = torch.rand(T, TOPK, device="cuda")
     gathered: dict[str, Any] = {"topk": TOPK, "gather_indices": routing.gather_indices, "permute_x": True}
     moved = gathered | {"permute_y": True, "topk_weights": share, "fuse_mul_post": True}
     for how in (gathered, moved):
-        found, want = grouped_gemm(given, up, routing.m_sizes, **how), grouped_gemm(x, up, routing.m_sizes, **how)
-        error = (found.float() - want.float()).norm() / want.float().norm()
+        got, want = grouped_gemm(coded, up, routing.m_sizes, **how), grouped_gemm(x, up, routing.m_sizes, **how)
+        error = (got.float() - want.float()).norm() / want.float().norm()
         assert float(error) < 1e-2
     sizes = torch.full((E,), T // E - 9, dtype=torch.int32, device="cuda")
-    found, want = (grouped_gemm(one, up, sizes, zero_tail=True) for one in (given, x))
-    assert float((found.float() - want.float()).norm() / want.float().norm()) < 1e-2
-    assert not found[int(sizes.sum()) :].any()
-    assert explain(given, up, sizes).coded
+    got, want = (grouped_gemm(rows, up, sizes, zero_tail=True) for rows in (coded, x))
+    assert float((got.float() - want.float()).norm() / want.float().norm()) < 1e-2
+    assert not got[int(sizes.sum()) :].any()
+    assert explain(coded, up, sizes).coded
 
 
 @pytest.mark.parametrize("by_column", [False, True])
@@ -119,7 +119,7 @@ def test_padded_codes_have_the_bits_of_packed_ones(format: str, by_column: bool)
     counts = torch.zeros(E, dtype=torch.int32, device="cuda")
     poisoned, factors = torch.empty_like(codes), torch.empty_like(scale)
     factors = factors.mT.contiguous().mT if by_column else factors
-    given = QuantizedRows(poisoned, factors)
+    coded = QuantizedRows(poisoned, factors)
     y, layer = torch.empty(E, most, 2 * I, device="cuda").bfloat16(), torch.empty(E, most, H, device="cuda").bfloat16()
 
     def place(seed: int) -> torch.Tensor:
@@ -134,8 +134,8 @@ def test_padded_codes_have_the_bits_of_packed_ones(format: str, by_column: bool)
         return there
 
     def run() -> None:
-        grouped_gemm(given, up, counts, out=y, expected_rows=E * most // 2)
-        experts_mlp(given, up, down, counts, out=layer, expected_rows=E * most // 2)
+        grouped_gemm(coded, up, counts, out=y, expected_rows=E * most // 2)
+        experts_mlp(coded, up, down, counts, out=layer, expected_rows=E * most // 2)
 
     def judge(there: torch.Tensor) -> None:
         packed = QuantizedRows(codes[there], scale[there])

@@ -16,7 +16,7 @@ from pretuned.runtime.weights import writing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-FORMATS = [name for name, one in PRECISIONS.items() if one.quantised]
+FORMATS = [name for name, precision in PRECISIONS.items() if precision.quantised]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 E, T, TOPK, H, I = 8, 40, 2, 512, 384  # noqa: E741
 
@@ -40,12 +40,12 @@ def numbers(N: int, K: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> t
 
 
 def bits(w: ExpertWeights) -> dict[str, torch.Tensor]:
-    return {name: one.reshape(-1).view(torch.uint8).clone() for name, one in w.tensors().items()}
+    return {name: tensor.reshape(-1).view(torch.uint8).clone() for name, tensor in w.tensors().items()}
 
 
 def same(w: ExpertWeights, want: dict[str, torch.Tensor]) -> bool:
     now = bits(w)
-    return now.keys() == want.keys() and all(torch.equal(one, want[name]) for name, one in now.items())
+    return now.keys() == want.keys() and all(torch.equal(tensor, want[name]) for name, tensor in now.items())
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -54,32 +54,32 @@ def test_a_graph_that_was_captured_before_reads_the_new_weights(format: str) -> 
     hidden = torch.randn(T, H, device="cuda").bfloat16()
     ids, weights = torch.randint(0, E, (T, TOPK), device="cuda"), torch.rand(T, TOPK, device="cuda")
 
-    def made(seed: int) -> list[ExpertWeights]:
+    def matrices(seed: int) -> list[ExpertWeights]:
         sizes = ((2 * I, H), (H, I))
         return [ExpertWeights.quantize(numbers(N, K, seed), format).prepare() for N, K in sizes]
 
     def layer(of: list[ExpertWeights]) -> torch.Tensor:
         return moe_mlp(hidden, *of, ids, weights, "silu")
 
-    w = made(0)
+    w = matrices(0)
     layer(w)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = layer(w)
-    want = [layer(made(seed)) for seed in range(4)]
+    want = [layer(matrices(seed)) for seed in range(4)]
     graph.replay()
     assert torch.equal(out, want[0])
-    for one, (N, K) in zip(w, ((2 * I, H), (H, I)), strict=True):
-        one.copy_(numbers(N, K, 1))
+    for matrix, (N, K) in zip(w, ((2 * I, H), (H, I)), strict=True):
+        matrix.copy_(numbers(N, K, 1))
     graph.replay()
     assert torch.equal(out, want[1])
-    for one, new in zip(w, made(2), strict=True):
-        one.copy_(new)
+    for matrix, new in zip(w, matrices(2), strict=True):
+        matrix.copy_(new)
     graph.replay()
     assert torch.equal(out, want[2])
-    for one, new in zip(w, made(3), strict=True):
-        one.copy_(new.restore(), check=False)
+    for matrix, new in zip(w, matrices(3), strict=True):
+        matrix.copy_(new.restore(), check=False)
     graph.replay()
     assert torch.equal(out, want[3])
     wrong = numbers(2 * I, H, 1)
@@ -94,14 +94,14 @@ def test_a_graph_that_was_captured_before_reads_the_new_weights(format: str) -> 
 def test_a_copy_in_a_graph(format: str) -> None:
     """Its replay quantises what w holds by then, on any stream that is ordered after it."""
     N, K = 256, 512
-    w, given = ExpertWeights.quantize(numbers(N, K, 0), format).prepare(), numbers(N, K, 1)
-    w.copy_(given, check=False)  # kernels are loaded and tested
+    w, new = ExpertWeights.quantize(numbers(N, K, 0), format).prepare(), numbers(N, K, 1)
+    w.copy_(new, check=False)  # kernels are loaded and tested
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        w.copy_(given, check=False)
+        w.copy_(new, check=False)
     for seed in (2, 3):
-        given.copy_(numbers(N, K, seed))
+        new.copy_(numbers(N, K, seed))
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -120,18 +120,18 @@ def test_the_bits_are_those_of_the_cpu(format: str, dtype: torch.dtype) -> None:
     """Whoever computes them: torch here, row kernels, torch on the CPU."""
     N, K = 256, 1152
     w = numbers(N, K, 5, dtype)
-    given = torch.cat([w, w], 1)[:, N:]  # experts that are further apart
+    apart = torch.cat([w, w], 1)[:, N:]  # experts that are further apart
     want = ExpertWeights.quantize(w.cpu(), format)
-    made = ExpertWeights.quantize(given, format)
-    assert same(made.to("cpu"), bits(want))
+    weights = ExpertWeights.quantize(apart, format)
+    assert same(weights.to("cpu"), bits(want))
     values = want.dequantize(dtype)
-    assert torch.equal(made.dequantize(dtype).cpu(), values)
-    prepared = made.prepare()
+    assert torch.equal(weights.dequantize(dtype).cpu(), values)
+    prepared = weights.prepare()
     assert prepared.is_prepared
     assert torch.equal(prepared.dequantize(dtype).cpu(), values)
     assert same(prepared.restore().to("cpu"), bits(want))
     other = ExpertWeights.quantize(torch.zeros_like(w), format).prepare()
-    assert same(other.copy_(given, check=False), bits(prepared))
+    assert same(other.copy_(apart, check=False), bits(prepared))
     assert same(other.to("cpu"), bits(want.prepare()))
 
 

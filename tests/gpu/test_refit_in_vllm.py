@@ -83,7 +83,7 @@ class Two:
 
 
 @pytest.fixture(scope="module")
-def every(layers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Two]]:
+def pairs(layers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Two]]:
     """By the model's name."""
     yield {model: Two(layers, model, tmp_path_factory.mktemp("models")) for model in MODELS}
     gc.collect()
@@ -91,8 +91,8 @@ def every(layers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_graph_captured_before_the_reload_gives_the_new_weights_result(model: str, every: dict[str, Two]) -> None:
-    two = every[model]
+def test_a_graph_captured_before_the_reload_gives_the_new_weights_result(model: str, pairs: dict[str, Two]) -> None:
+    two = pairs[model]
     loaded, config = two.load(0)
     replay = two.captured(loaded, config)
     assert torch.equal(replay(), two.want[0])
@@ -101,7 +101,7 @@ def test_a_graph_captured_before_the_reload_gives_the_new_weights_result(model: 
         assert torch.equal(replay(), two.want[number])
 
 
-def test_graphs_captured_before_sleep_read_the_weights_after_it(every: dict[str, Two]) -> None:
+def test_graphs_captured_before_sleep_read_the_weights_after_it(pairs: dict[str, Two]) -> None:
     """By vLLM's allocator: level 1 keeps the weights on the host, level 2 drops them and they are loaded again.
 
     A process has one pool for weights: a second one aborts.
@@ -110,11 +110,11 @@ def test_graphs_captured_before_sleep_read_the_weights_after_it(every: dict[str,
 
     allocator = CuMemAllocator.get_instance()
     with allocator.use_memory_pool(tag="weights"):
-        loaded = [two.load(0) for two in every.values()]
-    replays = [two.captured(*one) for two, one in zip(every.values(), loaded, strict=True)]
+        loaded = [two.load(0) for two in pairs.values()]
+    replays = [two.captured(*inputs) for two, inputs in zip(pairs.values(), loaded, strict=True)]
 
     def check(number: int) -> None:
-        for two, replay in zip(every.values(), replays, strict=True):
+        for two, replay in zip(pairs.values(), replays, strict=True):
             assert torch.equal(replay(), two.want[number])
 
     check(0)
@@ -123,6 +123,6 @@ def test_graphs_captured_before_sleep_read_the_weights_after_it(every: dict[str,
     check(0)
     allocator.sleep(offload_tags=())
     allocator.wake_up()
-    for two, one in zip(every.values(), loaded, strict=True):
-        two.tool.reload(*one, two.folders[1])
+    for two, inputs in zip(pairs.values(), loaded, strict=True):
+        two.tool.reload(*inputs, two.folders[1])
     check(1)

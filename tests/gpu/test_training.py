@@ -60,24 +60,24 @@ def tensors(form: tuple[int, ...], T: int, dtype: torch.dtype, layout: str = "nk
     generator = torch.Generator("cuda").manual_seed(1)
 
     def random(*shape: int, scale: float = 1.0, kind: torch.dtype = dtype) -> torch.Tensor:
-        made = torch.randn(*shape, device="cuda", generator=generator) * scale
-        return made.to(kind).requires_grad_()
+        tensor = torch.randn(*shape, device="cuda", generator=generator) * scale
+        return tensor.to(kind).requires_grad_()
 
-    made = {
+    inputs = {
         "x": random(T if form[0] else T * TOPK, K),
         "w": random(*((E, N, K) if layout == "nk" else (E, K, N)), scale=K**-0.5),
     }
     if form[2]:
-        made["topk_weights"] = random(T, TOPK, kind=torch.float32)
+        inputs["topk_weights"] = random(T, TOPK, kind=torch.float32)
     if form[3]:
-        made["bias"] = random(E, N)
-    return made
+        inputs["bias"] = random(E, N)
+    return inputs
 
 
-def call(form: tuple[int, ...], ids: torch.Tensor, given: dict[str, torch.Tensor], **how: Any) -> torch.Tensor:
+def call(form: tuple[int, ...], ids: torch.Tensor, inputs: dict[str, torch.Tensor], **how: Any) -> torch.Tensor:
     routing = sort_routing(ids, E)
     return grouped_gemm(
-        **given,
+        **inputs,
         m_sizes=routing.m_sizes,
         topk=TOPK,
         gather_indices=routing.gather_indices,
@@ -89,17 +89,17 @@ def call(form: tuple[int, ...], ids: torch.Tensor, given: dict[str, torch.Tensor
     )
 
 
-def exact(form: tuple[int, ...], ids: torch.Tensor, given: dict[str, torch.Tensor], layout: str) -> torch.Tensor:
-    """The same in float64, a whole expert at a time, differentiated by torch."""
+def exact(form: tuple[int, ...], ids: torch.Tensor, inputs: dict[str, torch.Tensor], layout: str) -> torch.Tensor:
+    """Return the exact result in float64, a whole expert at a time, differentiated by torch."""
     routing = sort_routing(ids, E)
     index, parts = routing.gather_indices, []
-    x = given["x"][index // TOPK] if form[0] else given["x"]
+    x = inputs["x"][index // TOPK] if form[0] else inputs["x"]
     for g, (start, end) in enumerate(reference.expert_bounds(routing.m_sizes, len(index))):
-        part = x[start:end] @ (given["w"][g].T if layout == "nk" else given["w"][g])
-        parts.append(part + given["bias"][g] if form[3] else part)
+        part = x[start:end] @ (inputs["w"][g].T if layout == "nk" else inputs["w"][g])
+        parts.append(part + inputs["bias"][g] if form[3] else part)
     y = torch.cat(parts)
     if form[2]:
-        y = y * given["topk_weights"].flatten()[index[: len(y)]][:, None]
+        y = y * inputs["topk_weights"].flatten()[index[: len(y)]][:, None]
     y = torch.cat([y, y.new_zeros(len(index) - len(y), N)])
     return torch.zeros_like(y).index_copy(0, index, y) if form[1] else y
 
@@ -111,14 +111,14 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, most: float) -> None:
 
 
 def check(form: tuple[int, ...], ids: torch.Tensor, dtype: torch.dtype, layout: str) -> None:
-    given = tensors(form, ids.shape[0], dtype, layout)
-    wide = {name: one.detach().double().requires_grad_() for name, one in given.items()}
-    y, want = call(form, ids, given, w_layout=layout), exact(form, ids, wide, layout)
+    inputs = tensors(form, ids.shape[0], dtype, layout)
+    wide = {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.items()}
+    y, want = call(form, ids, inputs, w_layout=layout), exact(form, ids, wide, layout)
     dy = torch.randn(y.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(2)).to(dtype)
     assert_near(y, want, MOST[dtype])
-    got = torch.autograd.grad(y, list(given.values()), dy)
-    for one, other in zip(got, torch.autograd.grad(want, list(wide.values()), dy.double()), strict=True):
-        assert_near(one, other, MOST[dtype])
+    got = torch.autograd.grad(y, list(inputs.values()), dy)
+    for tensor, other in zip(got, torch.autograd.grad(want, list(wide.values()), dy.double()), strict=True):
+        assert_near(tensor, other, MOST[dtype])
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
@@ -143,8 +143,8 @@ def test_every_load(T: int, kind: str) -> None:
 def test_the_kernels_are_a_bundles_and_not_torchs() -> None:
     reload()
     for form in FORMS:
-        given = tensors(form, 100, torch.bfloat16)
-        call(form, routed(100), given).sum().backward()
+        inputs = tensors(form, 100, torch.bfloat16)
+        call(form, routed(100), inputs).sum().backward()
     launchers = dispatch_snapshot.snapshot().launchers
     assert launchers
     assert all(launch is not None for launch in launchers.values())
@@ -178,22 +178,22 @@ def test_the_gradients_as_calls() -> None:
     ids = routed(333)
     routing = sort_routing(ids, E)
     form = (1, 1, 1, 0)
-    given = tensors(form, 333, torch.bfloat16)
-    given["topk_weights"].requires_grad_(False)
-    y = call(form, ids, given)
+    inputs = tensors(form, 333, torch.bfloat16)
+    inputs["topk_weights"].requires_grad_(False)
+    y = call(form, ids, inputs)
     dy = torch.randn_like(y)
-    dx, dw = torch.autograd.grad(y, [given["x"], given["w"]], dy)
+    dx, dw = torch.autograd.grad(y, [inputs["x"], inputs["w"]], dy)
     how: dict[str, Any] = {
         "m_sizes": routing.m_sizes,
         "topk": TOPK,
         "gather_indices": routing.gather_indices,
         "permute_x": True,
         "permute_y": True,
-        "topk_weights": given["topk_weights"],
+        "topk_weights": inputs["topk_weights"],
         "fuse_mul_post": True,
     }
-    assert_near(grouped_gemm_dX(dy, given["w"], **how), dx.double(), 1e-2)
-    assert torch.equal(grouped_gemm_dW(dy, given["x"], **how), dw)
+    assert_near(grouped_gemm_dX(dy, inputs["w"], **how), dx.double(), 1e-2)
+    assert torch.equal(grouped_gemm_dW(dy, inputs["x"], **how), dw)
 
 
 def test_nothing_of_the_next_expert_enters_dw_and_tails_are_zero() -> None:
@@ -346,8 +346,8 @@ def test_compile_with_changing_tokens() -> None:
         inputs = [hidden, weights, up, down]
         both += zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(want, inputs, dy), strict=True)
         # (Traced, the layer is made of library calls, and its activation rounds each step to bf16.)
-        for one, other in both:
-            assert (one.float() - other.float()).norm() < 2e-2 * other.float().norm()
+        for value, other in both:
+            assert (value.float() - other.float()).norm() < 2e-2 * other.float().norm()
     assert graphs.frame_count == 1
 
 
@@ -355,9 +355,16 @@ def test_opcheck() -> None:
     from pretuned.runtime.api import torch_library
 
     assert torch_library.traced is not None
-    given = tensors((1, 1, 1, 1), 40, torch.bfloat16)
+    inputs = tensors((1, 1, 1, 1), 40, torch.bfloat16)
     routing = sort_routing(routed(40), E)
-    arguments = (given["x"], given["w"], routing.m_sizes, routing.gather_indices, given["topk_weights"], given["bias"])
+    arguments = (
+        inputs["x"],
+        inputs["w"],
+        routing.m_sizes,
+        routing.gather_indices,
+        inputs["topk_weights"],
+        inputs["bias"],
+    )
     torch.library.opcheck(
         torch.ops.pretuned.grouped_gemm, (*arguments, TOPK, True, True, True, "nk", False, False, False)
     )
@@ -365,7 +372,7 @@ def test_opcheck() -> None:
 
 def test_autocast_and_checkpointing() -> None:
     up, down = layer(torch.float32)
-    low = [one.detach().bfloat16().requires_grad_() for one in (up, down)]
+    low = [tensor.detach().bfloat16().requires_grad_() for tensor in (up, down)]
     hidden, weights, ids = torch.randn(200, H, device="cuda"), torch.rand(200, TOPK, device="cuda"), routed(200)
     with torch.autocast("cuda", torch.bfloat16):
         y = moe_mlp(hidden, up, down, ids, weights)
@@ -374,15 +381,15 @@ def test_autocast_and_checkpointing() -> None:
     assert torch.equal(y, again)
     assert torch.equal(y.bfloat16(), want)  # autocast leaves the last sum in float32
     got = torch.autograd.grad(y.float().sum(), [up, down])
-    for one, other, wide in zip(
+    for tensor, other, wide in zip(
         got,
         torch.autograd.grad(again.float().sum(), [up, down]),
         torch.autograd.grad(want.float().sum(), low),
         strict=True,
     ):
-        assert one.dtype is torch.float32
-        assert torch.equal(one, other)
-        assert torch.equal(one, wide.float())
+        assert tensor.dtype is torch.float32
+        assert torch.equal(tensor, other)
+        assert torch.equal(tensor, wide.float())
 
 
 def test_a_plain_float32_call_inside_and_outside_autocast() -> None:
@@ -404,7 +411,8 @@ def test_a_kernel_by_name() -> None:
     dx, dw = torch.autograd.grad(wanted.float().sum(), [x, w])
     problems = [Problem(op, DTYPES[x.dtype], E, N, K) for op in Op]
     pins = [
-        {one.config: one for one in explain(problem, M=64, aligned=True).candidates} for problem in problems
+        {candidate.config: candidate for candidate in explain(problem, M=64, aligned=True).candidates}
+        for problem in problems
     ]  # a config of each op
     for forward in list(pins[0])[:3]:
         y = grouped_gemm(
@@ -416,8 +424,8 @@ def test_a_kernel_by_name() -> None:
             kernel_config_bwd_dW=next(iter(pins[2])),
         )
         assert_near(y, wanted.double(), 1e-2)
-        for one, other in zip(torch.autograd.grad(y.float().sum(), [x, w]), (dx, dw), strict=True):
-            assert_near(one, other.double(), 1e-2)
+        for tensor, other in zip(torch.autograd.grad(y.float().sum(), [x, w]), (dx, dw), strict=True):
+            assert_near(tensor, other.double(), 1e-2)
     with pytest.raises(InputError, match="the nearest of"):
         grouped_gemm(x, w, m_sizes, kernel_config_fwd=Config(16, 16, 256, 16, 8))
 
@@ -471,5 +479,5 @@ def test_fifty_steps_of_training_follow_torch() -> None:
 
     ours, theirs = train(moe_mlp), train(torch_layer)
     assert ours[-1] < 0.7 * ours[0]
-    for one, other in zip(ours, theirs, strict=True):
-        assert abs(one - other) < 2e-2 * other + 2e-3 * theirs[0]  # what bf16's rounding makes of it in 50 steps
+    for tensor, other in zip(ours, theirs, strict=True):
+        assert abs(tensor - other) < 2e-2 * other + 2e-3 * theirs[0]  # what bf16's rounding makes of it in 50 steps

@@ -49,7 +49,7 @@ def test_training_and_serving_give_the_same_bits(layers: Any, kind: str) -> None
 
 
 def test_without_the_mode_the_bits_differ(layers: Any) -> None:
-    """What the test above would notice: silu in the epilogue doesn't round h, and a gradient's forward has none."""
+    """The test above would notice it: silu in the epilogue doesn't round h, and a gradient's forward has none."""
     spec = layers.KINDS["bf16"]
     gate_up, down = layers.Direct(spec, "cuda").weights
     inputs = layers.routing(spec, 8192, "cuda")

@@ -57,15 +57,15 @@ def variants(
     op: Op, fusion: Fusion, which: Callable[[Config], bool], dtypes: tuple[DType, ...] = HALVES
 ) -> list[LoadedKernel]:
     snapshot, local = dispatch_snapshot.snapshot(), local_gpu(0)
-    found: dict[object, tuple[BundleFile, int]] = {}
-    for one in snapshot.view(local, installed=True).usable:
-        for i, variant in enumerate(one.bundle.variants()):
+    variants: dict[object, tuple[BundleFile, int]] = {}
+    for usable in snapshot.view(local, installed=True).usable:
+        for i, variant in enumerate(usable.bundle.variants()):
             wanted = variant.op is op and variant.fusion == fusion and variant.dtype in dtypes
             if wanted and which(Config.from_pairs(variant.config)):
-                found.setdefault((variant.config, variant.dtype, variant.layout), (one.bundle, i))
-    if not found:
+                variants.setdefault((variant.config, variant.dtype, variant.layout), (usable.bundle, i))
+    if not variants:
         pytest.skip(f"the bundles have no such code of {op.value} {fusion} for this GPU")
-    return [loaded(bundle, i, 0, local.gpu.sm_count) for bundle, i in found.values()]
+    return [loaded(bundle, i, 0, local.gpu.sm_count) for bundle, i in variants.values()]
 
 
 def specialized(op: Op, fusion: Fusion) -> list[LoadedKernel]:
@@ -283,8 +283,8 @@ def test_code_that_moves_rows(op: Op, E: int, N: int, K: int, wrong: int, code: 
                 m_sizes_step=1,
                 fused=Fused(fusion, step, top_k) if fusion else PLAIN,
             )
-            given = {"index": used, "row_weights": row_weights, "bias": bias}
-            extra = {name: 0 if one is None else one.data_ptr() for name, one in given.items()}
+            extras = {"index": used, "row_weights": row_weights, "bias": bias}
+            extra = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in extras.items()}
             for _ in range(2):
                 run(launch, x, w, y, m_sizes, M=M, index_end=end, **extra)
             reference.rows(

@@ -41,15 +41,15 @@ E, MOST = 8, 2e-3
 def kernel(dtype: DType, tile: tuple[int, ...], fusion: Fusion, alignment: int) -> LoadedKernel:
     local = local_gpu(0)
     spec = Spec(Op.FORWARD, dtype, Config(*tile, schedule=Schedule.TILE), Layout.STORED, fusion, alignment)
-    made = compile_variant(spec, local.sm)
-    return load_kernel(made.variant, made.cubin, 0, local.gpu.sm_count)
+    compiled = compile_variant(spec, local.sm)
+    return load_kernel(compiled.variant, compiled.cubin, 0, local.gpu.sm_count)
 
 
 @BOTH_DTYPES
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER, Fusion.GATHER])
 @pytest.mark.parametrize("tile", TILES)
 def test_the_runtime_s_own_trial(dtype: DType, tile: tuple[int, ...], fusion: Fusion) -> None:
-    """As before its first use on a capability: each form of call, rows of NaN, and memory around y."""
+    """The self-test before a first use on a capability: each form of call, rows of NaN, and memory around y."""
     for alignment in (16, 1) if tile in FALLBACKS else (16,):
         with trial_place(0) as place:
             assert trial(kernel(dtype, tile, fusion, alignment), place) is None

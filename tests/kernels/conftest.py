@@ -9,5 +9,5 @@ import pytest
 def asked(request: pytest.FixtureRequest) -> list[str]:
     """The names of the cases of this module that are selected, each once."""
     here = (item for item in request.session.items if item.path == request.path)
-    found = (getattr(item, "callspec", None) for item in here)
-    return list(dict.fromkeys(one.params["name"] for one in found if one is not None and "name" in one.params))
+    calls = (getattr(item, "callspec", None) for item in here)
+    return list(dict.fromkeys(call.params["name"] for call in calls if call is not None and "name" in call.params))

@@ -36,7 +36,7 @@ def test_each_name_makes_one_that_is_found_again(name: str) -> None:
 
 @pytest.mark.parametrize("act", [Activation("swiglu", limit=1.0, alpha=1.3, beta=0.5), Activation("silu")])
 def test_torch_s_trees_take_it_apart_and_make_it_again(act: Activation) -> None:
-    """As checkpointing, export, DDP, FSDP and accelerate do with arguments."""
+    """Checkpointing, export, DDP, FSDP and accelerate do this with arguments."""
     leaves, spec = pytree.tree_flatten((act, 1))
     again, _ = pytree.tree_unflatten(leaves, spec)
     assert (type(again), again) == (Activation, act)
@@ -47,9 +47,9 @@ def test_torch_s_trees_take_it_apart_and_make_it_again(act: Activation) -> None:
 def test_a_change_of_one_number_is_checked() -> None:
     act = Activation("swiglu", limit=7.0)
     assert act._replace(limit=3.0) == Activation("swiglu", limit=3.0)
-    for one, change in ((act, {"limit": -1.0}), (act, {"linear_beta": 2.0}), (Activation("silu"), {"limit": 7.0})):
+    for base, change in ((act, {"limit": -1.0}), (act, {"linear_beta": 2.0}), (Activation("silu"), {"limit": 7.0})):
         with pytest.raises(InputError, match="wanted"):
-            one._replace(**change)
+            base._replace(**change)
 
 
 def test_gpt_oss_s_is_swiglu_with_its_numbers() -> None:
@@ -133,9 +133,9 @@ def test_a_kernel_gets_the_bits_of_float32() -> None:
 
 
 def test_what_a_call_refuses() -> None:
-    for given in ("swiglustep ", 3, None, ["silu"], "situ"):
+    for name in ("swiglustep ", 3, None, ["silu"], "situ"):
         with pytest.raises(InputError, match="f: activation is"):
-            activation_of("f", given, gated=True, interleaved=False)  # type: ignore[arg-type]
+            activation_of("f", name, gated=True, interleaved=False)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"situ needs its beta, Activation\('situ', beta=...\)"):
         activation_of("f", "situ", gated=True, interleaved=False)
     with pytest.raises(InputError, match="wanted one of silu, gelu, gelu_tanh, relu2 with gated=False"):

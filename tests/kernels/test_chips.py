@@ -59,9 +59,9 @@ def test_representatives() -> None:
     ],
 )
 def test_a_chip_by_its_device_name(device: str, name: str) -> None:
-    found = chip_named(device)
-    assert found is not None
-    assert found.name == name
+    chip = chip_named(device)
+    assert chip is not None
+    assert chip.name == name
 
 
 @pytest.mark.parametrize("device", ["NVIDIA GeForce RTX 4090 D", "NVIDIA H200 MIG 1g.18gb", "Tesla T4", ""])

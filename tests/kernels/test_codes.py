@@ -1,4 +1,4 @@
-"""What a kernel is told of codes and scales in blocks, against what the formats are."""
+"""Arguments of codes and scales in blocks that kernels get, compared with the formats."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ FORMATS = pytest.mark.parametrize(("name", "codes"), CODES.items(), ids=list(COD
 
 def test_there_is_a_row_for_each_dtype_that_is_put_in_order() -> None:
     assert list(CODES) == [
-        one.value
-        for one in DType
-        if one.quantised
-        and not one.quantises_x
-        and one.precision.w.scale is not None
-        and not one.precision.w.scale.zero_bits
-        and one is not DType.MXFP8
+        dtype.value
+        for dtype in DType
+        if dtype.quantised
+        and not dtype.quantises_x
+        and dtype.precision.w.scale is not None
+        and not dtype.precision.w.scale.zero_bits
+        and dtype is not DType.MXFP8
     ]
 
 
@@ -57,18 +57,18 @@ def test_bytes_of_blocks_are_those_of_a_matrix(name: str, codes: CodeLayout) -> 
     w = PRECISIONS[name].w
     assert w.scale is not None
     outer = 0 if w.scale.outer is None else w.scale.outer.nbytes(N, K)
-    told = PRECISIONS[name].w_bytes(N, K) - N * K * w.bits // 8 - outer
+    extra = PRECISIONS[name].w_bytes(N, K) - N * K * w.bits // 8 - outer
     if codes.scales == "block":
-        assert (scales, told) == (blocks * 16, blocks // 4 * 4)
+        assert (scales, extra) == (blocks * 16, blocks // 4 * 4)
     else:
-        assert scales == (0 if codes.scales == "none" else told)
+        assert scales == (0 if codes.scales == "none" else extra)
 
 
 def test_rows_of_shared_memory_for_scales() -> None:
-    """As many as blocks of K, or as lie 128 bytes apart."""
-    assert [CODES["mxfp4"].places(one) for one in (1, 2, 16)] == [1, 2, 16]
-    assert [CODES["int4_g128"].places(one) for one in (2, 4, 16)] == [1, 2, 8]
-    assert [CODES["fp8_block_a16"].places(one) for one in (1, 8, 16)] == [8, 8, 16]
+    """Shared memory has as many rows of scales as blocks of K, or as lie 128 bytes apart."""
+    assert [CODES["mxfp4"].places(width) for width in (1, 2, 16)] == [1, 2, 16]
+    assert [CODES["int4_g128"].places(width) for width in (2, 4, 16)] == [1, 2, 8]
+    assert [CODES["fp8_block_a16"].places(width) for width in (1, 8, 16)] == [8, 8, 16]
     assert CODES["fp8_channel_a16"].places(4) == 4
     for codes in CODES.values():
         for blocks in (2, 4, 8, 16):

@@ -33,22 +33,22 @@ TURNS = Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG)
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_what_ships_is_read_and_written_as_it_is(path: Path) -> None:
     with open_bundle(path) as file:
-        for one in file.variants():
-            if not isinstance(one.op, RowOp):
-                assert Config.from_pairs(one.config).pairs() == one.config
+        for variant in file.variants():
+            if not isinstance(variant.op, RowOp):
+                assert Config.from_pairs(variant.config).pairs() == variant.config
 
 
 def test_every_candidate_has_pairs_of_its_own() -> None:
-    every = {
+    fields = {
         config
         for op in Op
         for dtype in DType
         for sm in supported()
         for config in (*candidates(op, dtype, sm), *fallbacks(op, dtype, sm))
     }
-    assert {Config.from_pairs(config.pairs()) for config in every} == every
-    assert len({config.pairs() for config in every}) == len(every)
-    assert len({str(config) for config in every}) == len(every)
+    assert {Config.from_pairs(config.pairs()) for config in fields} == fields
+    assert len({config.pairs() for config in fields}) == len(fields)
+    assert len({str(config) for config in fields}) == len(fields)
 
 
 def test_the_wire_has_the_flags_of_format_1() -> None:
@@ -99,7 +99,7 @@ def test_an_older_bundle_lacks_flags_that_came_later(flag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "wrong", "told"),
+    ("config", "wrong", "message"),
     [
         (TURNS, {"block_q": 16}, "config has the fields"),
         (TURNS, {"specialized": 0}, "a pingpong config is specialized"),
@@ -117,8 +117,8 @@ def test_an_older_bundle_lacks_flags_that_came_later(flag: str) -> None:
         (TURNS, {"group_m": 1025}, "group_m is 1025, wanted 1 to 1024"),
     ],
 )
-def test_pairs_that_are_no_config(config: Config, wrong: dict[str, int], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_pairs_that_are_no_config(config: Config, wrong: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Config.from_pairs(tuple(sorted((dict(config.pairs()) | wrong).items())))
     with pytest.raises(ValueError, match="config has the fields"):
         Config.from_pairs(config.pairs()[1:])

@@ -84,9 +84,9 @@ def _near_best(problem: Problem, M: int, candidates: list[Resources], chip: Chip
     return [candidates[i].config for time_us, i in ranked if time_us <= ranked[0][0] * within]
 
 
-def _ratio(problem: Problem, M: int, one: Config, other: Config) -> float:
+def _ratio(problem: Problem, M: int, config: Config, other: Config) -> float:
     times = {HOPPER[i].config: time_us for time_us, i in rank(problem, M, HOPPER, _h200())}
-    return times[one] / times[other]
+    return times[config] / times[other]
 
 
 @pytest.mark.parametrize("problem", [QWEN30, NEXT])
@@ -241,9 +241,9 @@ def test_dw_prefers_short_steps_where_rows_are_few(M: int) -> None:
 
 def test_dw_prefers_two_programs_an_sm_to_one() -> None:
     """One stores while the other multiplies: measured 363 and 524 us."""
-    two, one = (Resources(Config(64, 128, 128, 4, s, loads=Loads.TMA), 128, 32768 * s + 24, 176) for s in (3, 4))
-    assert [occupancy(resources, limits(90)) for resources in (two, one)] == [2, 1]
-    ratio = estimate_us(DW_QWEN30, 8192, one, _h200()) / estimate_us(DW_QWEN30, 8192, two, _h200())
+    two, first = (Resources(Config(64, 128, 128, 4, s, loads=Loads.TMA), 128, 32768 * s + 24, 176) for s in (3, 4))
+    assert [occupancy(resources, limits(90)) for resources in (two, first)] == [2, 1]
+    ratio = estimate_us(DW_QWEN30, 8192, first, _h200()) / estimate_us(DW_QWEN30, 8192, two, _h200())
     assert ratio == pytest.approx(524 / 363, rel=0.1)
 
 
@@ -274,7 +274,7 @@ def test_no_estimate_is_under_the_roofline() -> None:
 @settings(max_examples=150, deadline=None)
 @given(
     op=st.sampled_from(Op),
-    dtype=st.sampled_from([one for one in DType if one in PLAIN_DTYPES]),
+    dtype=st.sampled_from([dtype for dtype in DType if dtype in PLAIN_DTYPES]),
     E=st.integers(1, 512),
     N=st.integers(1, 30000),
     K=st.integers(1, 30000),
@@ -303,17 +303,17 @@ SPECIALIZED = Resources(Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Sch
 NARROW = Resources(Config(64, 256, 64, 4, 4, loads=Loads.TMA), 128, 180256, 203)
 
 
-def _with(**told: float | bool) -> Constants:
+def _with(**changes: float | bool) -> Constants:
     """The constants, of kernels that neither halve columns nor split a last wave if not told."""
     hopper = CONSTANTS.hopper
-    special = hopper.specialized._replace(**({"half_columns": False, "split_tail": False} | told))
+    special = hopper.specialized._replace(**({"half_columns": False, "split_tail": False} | changes))
     return CONSTANTS._replace(hopper=hopper._replace(specialized=special))
 
 
 def test_few_long_waves_are_counted_whole() -> None:
     """320 tiles of 128 rows on 132 SMs take three waves, 576 of 64 rows five: measured 994 and 879 us."""
     problem = Problem(Op.DX, DType.BF16, 8, 28672, 4096)
-    wide, narrow = (estimate_us(problem, 2048, one, _h200(), _with()) for one in (SPECIALIZED, NARROW))
+    wide, narrow = (estimate_us(problem, 2048, config, _h200(), _with()) for config in (SPECIALIZED, NARROW))
     assert wide / narrow == pytest.approx(994 / 879, rel=0.1)
 
 
@@ -347,11 +347,14 @@ def testmean_waves_are_the_mean_of_whole_waves(count: float, spread: float, save
 def test_what_the_kernels_may_learn_is_switched_on_by_itself() -> None:
     odd = Problem(Op.FORWARD, DType.BF16, 32, 2880, 2880)  # 11.25 tiles of columns: 12, or 11.5
     few = Problem(Op.DX, DType.BF16, 8, 28672, 4096)  # 2.4 waves
-    for problem, M, told, least in ((odd, 32768, {"half_columns": True}, 0.93), (few, 2048, {"split_tail": True}, 0.8)):
+    for problem, M, changes, least in (
+        (odd, 32768, {"half_columns": True}, 0.93),
+        (few, 2048, {"split_tail": True}, 0.8),
+    ):
         before = estimate_us(problem, M, SPECIALIZED, _h200(), _with())
-        after = estimate_us(problem, M, SPECIALIZED, _h200(), _with(**told))
+        after = estimate_us(problem, M, SPECIALIZED, _h200(), _with(**changes))
         assert least * before < after < 0.985 * before
-        assert estimate_us(problem, M, NARROW, _h200(), _with(**told)) == estimate_us(problem, M, NARROW, _h200())
+        assert estimate_us(problem, M, NARROW, _h200(), _with(**changes)) == estimate_us(problem, M, NARROW, _h200())
 
 
 def test_a_variant_that_does_not_fit_comes_last() -> None:

@@ -45,9 +45,9 @@ def test_its_result_leaves_by_tma_whether_rows_are_gathered_or_not() -> None:
     assert (set(boxes(plain)), set(boxes(gathers))) == ({"x", "w", "y_map"}, {"w", "y_map"})
     assert dict(arguments(gathers))["x"] == "ptr"
     assert dict(arguments(gathers))["y_map"] == dict(arguments(plain))["y_map"] == "desc4"
-    said = [tuple(constants(one, 90)[name] for name in ("GATED", "GATHER", "INDEXED")) for one in (plain, gathers)]
+    said = [tuple(constants(spec, 90)[name] for name in ("GATED", "GATHER", "INDEXED")) for spec in (plain, gathers)]
     assert said == [(True, False, False), (True, True, False)]
-    assert all("y_map" not in constants(one, 90) for one in (plain, gathers))
+    assert all("y_map" not in constants(spec, 90) for spec in (plain, gathers))
     assert constants(spec(Fusion.GATHER), 90)["GATED"] is False
     assert arguments(plain) == arguments(spec(Fusion.NONE))  # the same launch
     assert divisibility(plain) == divisibility(spec(Fusion.NONE))
@@ -58,7 +58,7 @@ def test_its_estimate_is_the_products_with_half_of_the_columns_written() -> None
     resources, chip = Resources(CONFIG, 384, 220_000, 168), chip_for(90)
     for E, M in ((8, 4096), (128, 8192), (128, 65536)):
         plain = Problem(Op.FORWARD, DType.BF16, E, 1536, 2048, fusion=Fusion.GATHER)
-        times = [estimate_us(one, M, resources, chip) for one in (plain._replace(fusion=BOTH), plain)]
+        times = [estimate_us(problem, M, resources, chip) for problem in (plain._replace(fusion=BOTH), plain)]
         assert times[0] < times[1]
         assert times[1] - times[0] <= M * 768 * 2 / chip.bandwidth_gbs * 1e-3 * 2  # no more than that takes
 
@@ -70,8 +70,8 @@ def test_its_estimate_has_none_of_what_half_tiles_save(fusion: Fusion) -> None:
     resources, hopper = Resources(CONFIG, 384, 220_000, 168), CONSTANTS.hopper
 
     def us(problem: Problem, M: int, name: str, value: bool) -> float:
-        told = CONSTANTS._replace(hopper=hopper._replace(specialized=hopper.specialized._replace(**{name: value})))
-        return estimate_us(problem, M, resources, chip_for(90), told)
+        constants = CONSTANTS._replace(hopper=hopper._replace(specialized=hopper.specialized._replace(**{name: value})))
+        return estimate_us(problem, M, resources, chip_for(90), constants)
 
     odd = Problem(Op.FORWARD, DType.BF16, 32, 2 * 1344, 2880, fusion=fusion)  # 10.5 tiles of columns
     few = Problem(Op.FORWARD, DType.BF16, 8, 4096, 28672, fusion=fusion)  # a last wave of less than half
@@ -88,9 +88,9 @@ def test_the_reference(layout: Layout) -> None:
     x, w = torch.randn(T, K).double(), torch.randn(E, N, K).double()
     m_sizes, index = torch.tensor([4, 0, 3]), torch.tensor([3, 1, 8, 99, 0, 7, 2, 5, 4, 6])
     y = torch.full((T * k, N // 2), float("nan")).double()
-    given = w if layout is Layout.NK else w.transpose(1, 2).contiguous()
+    stored = w if layout is Layout.NK else w.transpose(1, 2).contiguous()
     reference.rows(
-        x, given, m_sizes, y, M=T * k, layout=layout, index=index, index_end=T * k, gather_divisor=k, silu=True
+        x, stored, m_sizes, y, M=T * k, layout=layout, index=index, index_end=T * k, gather_divisor=k, silu=True
     )
     for row, expert in enumerate([0, 0, 0, None, 2, 2, 2, None, None, None]):
         if expert is None:

@@ -1,4 +1,4 @@
-"""What a variant's time should be, by the measured cells around."""
+"""The estimated time of a variant, by the measured cells around."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ NARROW = Config(16, 64, 128, 4, 3, loads=Loads.TMA)
 
 
 def test_a_variant_carries_its_ratio_to_the_cell() -> None:
-    """Where one takes 10 % less than another in all cells around, it is expected to take so much less."""
-    found = ratios([Evidence(0.1 * i, ((A, 0.5), (B, 0.6))) for i in range(20)])
-    assert found.of[B] - found.of[A] == pytest.approx(0.1, abs=0.01)
-    assert found.others > max(found.of.values())
+    """If a variant takes 10 % less than another in all cells around, so much less is expected here."""
+    shares = ratios([Evidence(0.1 * i, ((A, 0.5), (B, 0.6))) for i in range(20)])
+    assert shares.of[B] - shares.of[A] == pytest.approx(0.1, abs=0.01)
+    assert shares.others > max(shares.of.values())
 
 
 def test_what_a_cell_has_of_its_own_decides_nothing() -> None:
     """Some cells take longer with every variant: who won there is not slow for that."""
     even = [Evidence(0.0, ((A, 0.5), (B, 0.55))), Evidence(0.0, ((B, 1.04), (C, 1.06)))] * 8
-    found = ratios(even)
-    assert found.of[A] < found.of[B] < found.of[C]
-    assert found.of[B] - found.of[A] < 0.2  # their plain means are 0.295 apart ...
-    assert found.of[C] - found.of[A] < 0.35  # ... and these 0.56
+    shares = ratios(even)
+    assert shares.of[A] < shares.of[B] < shares.of[C]
+    assert shares.of[B] - shares.of[A] < 0.2  # their plain means are 0.295 apart ...
+    assert shares.of[C] - shares.of[A] < 0.35  # ... and these 0.56
 
 
 def test_the_near_count_more_than_the_far() -> None:
@@ -44,9 +44,9 @@ def test_the_near_count_more_than_the_far() -> None:
 
 
 def test_a_runner_up_may_be_missing() -> None:
-    found = ratios([Evidence(0.0, ((A, 0.2),)), Evidence(0.0, ((B, 0.3), (A, 0.4)))])
-    assert set(found.of) == {A, B}
-    assert all(map(math.isfinite, (*found.of.values(), found.others)))
+    shares = ratios([Evidence(0.0, ((A, 0.2),)), Evidence(0.0, ((B, 0.3), (A, 0.4)))])
+    assert set(shares.of) == {A, B}
+    assert all(map(math.isfinite, (*shares.of.values(), shares.others)))
 
 
 @pytest.mark.parametrize("op", list(Op))

@@ -35,8 +35,10 @@ def order_of(variant: Variant, sm: int, reduction: int) -> Order:
 def products(path: Path) -> tuple[int, list[Variant]]:
     """The variants of products of rows in a bundle, and its capability."""
     with open_bundle(path) as bundle:
-        every = [one for one in bundle.variants() if not isinstance(one.op, RowOp) and one.op is not Op.DW]
-        return bundle.target.sm, every
+        variants = [
+            variant for variant in bundle.variants() if not isinstance(variant.op, RowOp) and variant.op is not Op.DW
+        ]
+        return bundle.target.sm, variants
 
 
 def test_what_ships_has_a_declared_order() -> None:
@@ -45,10 +47,10 @@ def test_what_ships_has_a_declared_order() -> None:
         sm, variants = products(path)
         assert variants or path.stem.startswith("weights")  # which has row kernels alone
         for variant in variants:
-            found = {order_of(variant, sm, reduction) for reduction in DEPTHS}
+            orders = {order_of(variant, sm, reduction) for reduction in DEPTHS}
             if variant.dtype.quantised:
                 continue
-            (order,) = found
+            (order,) = orders
             assert order[3:4] + order[5:7] + order[8:] == (*ONE_SUM[:3], Fusion.SILU not in variant.fusion)
             assert (order.instruction == WIDE_OR_NARROW) is (sm == 90)
 
@@ -56,12 +58,12 @@ def test_what_ships_has_a_declared_order() -> None:
 def test_who_shares_out_k() -> None:
     """Tiles of 64 columns of the kernels for prepared codes, and no others."""
     _, variants = products(BUNDLES / "quantised-sm90.msgpack")
-    found = {order_of(one, 90, 4096).accumulators for one in variants}
-    assert found == {1, 2}
-    for one in variants:
-        config = Config.from_pairs(one.config)
+    accumulators = {order_of(variant, 90, 4096).accumulators for variant in variants}
+    assert accumulators == {1, 2}
+    for variant in variants:
+        config = Config.from_pairs(variant.config)
         splits = config.block_n == 64 and config.schedule in (Schedule.W4A16, Schedule.W8A8_CHANNEL)
-        assert order_of(one, 90, 4096).accumulators == (2 if splits else 1)
+        assert order_of(variant, 90, 4096).accumulators == (2 if splits else 1)
 
 
 def channel(block_m: int, block_n: int, block_k: int, rows: TileRows) -> Spec:
@@ -115,14 +117,14 @@ def test_the_instruction_is_the_compilers(monkeypatch: pytest.MonkeyPatch, dtype
         compile_variant(spec, sm)
         ptx = kept[-1].asm["ptx"]
         names = {"wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma", "mma.sync": r"\bmma\.sync"}
-        found = {name for name, text in names.items() if re.search(text, ptx)} or {"fma"}
+        used = {name for name, text in names.items() if re.search(text, ptx)} or {"fma"}
         order = registry.order_of(spec, sm, 2048)
-        assert len(found) == 1
-        assert found <= INSTRUCTIONS[order.instruction]
+        assert len(used) == 1
+        assert used <= INSTRUCTIONS[order.instruction]
         if order.instruction == WIDE_FROM_REGISTERS:
             assert "wgmma.mma_async.sync.aligned" in ptx
-        if found != {"fma"}:
-            assert f"k{order.step}" in ptx or found == {"tcgen05"}
+        if used != {"fma"}:
+            assert f"k{order.step}" in ptx or used == {"tcgen05"}
 
 
 @pytest.mark.slow
@@ -136,7 +138,7 @@ def test_the_instruction_is_the_compilers(monkeypatch: pytest.MonkeyPatch, dtype
     ids=str,
 )
 def test_a_warpgroup_has_its_share_of_k(monkeypatch: pytest.MonkeyPatch, spec: Spec) -> None:
-    """As many instructions in a stage as the order says, of two warpgroups."""
+    """A stage of two warpgroups has as many instructions as the order says."""
     kept = keep_compiled(monkeypatch)
     compile_variant(spec, 90)
     order, ptx = registry.order_of(spec, 90, 1024), kept[-1].asm["ptx"]
@@ -228,10 +230,10 @@ WAYS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.slow
 def test_variants_of_one_order_have_the_same_bits() -> None:
     """Whatever the tile, of the kernels that Triton's interpreter runs; of another order they are others."""
-    every = [case for cases in WAYS.values() for case in cases]
-    done = warm.run([WORKER], given=json.dumps(every), env=os.environ | {"TRITON_INTERPRET": "1"})
+    cases = [case for cases in WAYS.values() for case in cases]
+    done = warm.run([WORKER], stdin=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
-    found = iter(json.loads(done.stdout))
-    bits = {name: {next(found) for _ in cases} for name, cases in WAYS.items()}
-    assert {name: len(one) for name, one in bits.items()} == dict.fromkeys(WAYS, 1)
+    answers = iter(json.loads(done.stdout))
+    bits = {name: {next(answers) for _ in cases} for name, cases in WAYS.items()}
+    assert {name: len(results) for name, results in bits.items()} == dict.fromkeys(WAYS, 1)
     assert len(set.union(*bits.values())) == len(WAYS)

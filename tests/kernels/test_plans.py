@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from made import H100, H200, Spec, bundle, measured, modelled
+from small_bundles import H100, H200, Spec, bundle, measured, modelled
 
 from pretuned.artifacts import codec
 from pretuned.artifacts.records import Choice, DType, Fusion, Gpu, Layout, Op, PlanRow, Problem, Way, planned
@@ -19,23 +19,23 @@ ON_LOAD = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048, fusion=Fusion.GATHER)
 PLAIN = ON_LOAD._replace(fusion=Fusion.NONE)
 WIDE = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
 KINDS = (Fusion.GATHER, Fusion.NONE, Fusion.SCATTER, BOTH, Fusion.SILU)
-SPECS = tuple(Spec(WIDE, fusion=one) for one in KINDS)
+SPECS = tuple(Spec(WIDE, fusion=kind) for kind in KINDS)
 SILU, GATED = PLAIN._replace(fusion=Fusion.SILU), PLAIN._replace(fusion=BOTH)
 
 
 def us(top_k: int, gpu: Gpu = H200) -> float:
     """The time of the row kernel that gathers."""
-    found = plans.gather_us(M, 2048, 2, top_k, chip_named(gpu.name))
-    assert found is not None
-    return found
+    time_us = plans.gather_us(M, 2048, 2, top_k, chip_named(gpu.name))
+    assert time_us is not None
+    return time_us
 
 
 def plan(*choices: tuple[Problem, Choice], gpus: Sequence[Gpu] = (H200,)) -> tuple[PlanRow, ...]:
     """The plan of the first choice, in a bundle that the format holds."""
-    made = bundle({problem: [one] for problem, one in choices}, gpus=gpus, specs=SPECS)
-    assert plans.with_plans(made) == made  # as the builder of these tests called it before
-    codec.encode(made)
-    (choice,) = made.choices[choices[0][0]]
+    built = bundle({problem: [choice] for problem, choice in choices}, gpus=gpus, specs=SPECS)
+    assert plans.with_plans(built) == built  # as the builder of these tests called it before
+    codec.encode(built)
+    (choice,) = built.choices[choices[0][0]]
     return choice.plan
 
 
@@ -58,24 +58,24 @@ def test_rows_are_gathered_first_from_the_top_k_on_with_which_it_is_faster() -> 
 
 def test_a_check_of_the_index_counts() -> None:
     assert first(300.0 - us(1) - 4.1) == [PlanRow(Way.ROWS_FIRST, False, 1, 1)]  # in any case
-    found = first(300.0 - us(8) - 0.001)
-    assert found == [PlanRow(Way.ROWS_FIRST, False, 8, 1), PlanRow(Way.ROWS_FIRST, True, 0, None)]
+    decision = first(300.0 - us(8) - 0.001)
+    assert decision == [PlanRow(Way.ROWS_FIRST, False, 8, 1), PlanRow(Way.ROWS_FIRST, True, 0, None)]
     row = plan((ON_LOAD, measured(M, 0, 300.0)), (PLAIN, measured(M, 1, 300.0 - us(8) - 0.001)))
     asked = [(top_k, checks) for top_k in (0, 1, 7, 8, 9, 500) for checks in (False, True)]
-    runs = [one for one in asked if planned(row, Way.ROWS_FIRST, one[0], checks=one[1]) == 1]
+    runs = [call for call in asked if planned(row, Way.ROWS_FIRST, call[0], checks=call[1]) == 1]
     assert runs == [(8, False), (9, False), (500, False)]
 
 
 def test_each_top_k_is_decided_by_its_own_times() -> None:
     """Row by row, whatever the plan has written down: as the rule says, and never for rows that can't be gathered."""
     for plain_us in (270.0, 280.0, 284.0, 285.0, 286.0, 288.0, 299.0):
-        found = plan((ON_LOAD, measured(M, 0, 300.0)), (PLAIN, measured(M, 1, plain_us)))
+        decided_plan = plan((ON_LOAD, measured(M, 0, 300.0)), (PLAIN, measured(M, 1, plain_us)))
         for top_k in range(129):
             for checks in (False, True):
                 runs = bool(top_k) and plain_us + us(max(1, top_k)) + 4.0 * checks < 300.0
-                assert planned(found, Way.ROWS_FIRST, top_k, checks=checks) == (1 if runs else None)
+                assert planned(decided_plan, Way.ROWS_FIRST, top_k, checks=checks) == (1 if runs else None)
                 runs = bool(top_k) and 1.05 * plain_us + us(max(1, top_k)) + 4.0 * checks < 300.0
-                assert planned(found, Way.ROWS_FIRST_BY_INDEX, top_k, checks=checks) == (2 if runs else None)
+                assert planned(decided_plan, Way.ROWS_FIRST_BY_INDEX, top_k, checks=checks) == (2 if runs else None)
 
 
 @pytest.mark.parametrize("checks", [False, True])
@@ -84,7 +84,7 @@ def test_each_top_k_is_decided_by_its_own_times() -> None:
 )
 def test_silu_is_the_least_of_four_for_each_top_k(times: tuple[float, float, float, float], checks: bool) -> None:
     on_load, plain, silu_on_load, silu = times
-    found = plan(
+    decided_plan = plan(
         (ON_LOAD, measured(M, 0, on_load)),
         (PLAIN, measured(M, 1, plain)),
         (GATED, measured(M, 3, silu_on_load)),
@@ -94,9 +94,9 @@ def test_silu_is_the_least_of_four_for_each_top_k(times: tuple[float, float, flo
     for top_k in range(129):
         row_us = us(top_k) + 4.0 * checks if top_k else 1e9
         options: dict[int | None, float] = {3: silu_on_load, 4: silu + row_us}
-        best = min(options, key=lambda one: options[one])
+        best = min(options, key=lambda option: options[option])
         wanted = best if options[best] <= min(on_load, plain + row_us) + saved else None
-        assert planned(found, Way.FUSED_SILU, top_k, checks=checks) == wanted
+        assert planned(decided_plan, Way.FUSED_SILU, top_k, checks=checks) == wanted
 
 
 def test_silu_without_a_gather_and_by_the_other_name() -> None:
@@ -106,16 +106,16 @@ def test_silu_without_a_gather_and_by_the_other_name() -> None:
     twin = PLAIN.transposed
     assert twin is not None
     assert twin.layout is Layout.KN
-    made = bundle({twin: [measured(M, 1, 210.0)], SILU: [measured(M, 4, 209.0)]}, gpus=[H200], specs=SPECS)
-    assert made.choices[twin][0].plan == (PlanRow(Way.FUSED_SILU, False, 0, 4),)
-    codec.encode(made)
+    built = bundle({twin: [measured(M, 1, 210.0)], SILU: [measured(M, 4, 209.0)]}, gpus=[H200], specs=SPECS)
+    assert built.choices[twin][0].plan == (PlanRow(Way.FUSED_SILU, False, 0, 4),)
+    codec.encode(built)
 
 
 def test_a_modelled_choice_is_of_the_capability_s_representative() -> None:
     at = 300.0 / 1.05 - us(8, H100)
     for plain_us, has in ((at - 0.01, True), (at + 0.01, False)):
-        found = plan((ON_LOAD, modelled(M, 0, 300.0)), (PLAIN, modelled(M, 1, plain_us)), gpus=())
-        assert (planned(found, Way.ROWS_FIRST, 8, checks=False) == 1) is has
+        decided_plan = plan((ON_LOAD, modelled(M, 0, 300.0)), (PLAIN, modelled(M, 1, plain_us)), gpus=())
+        assert (planned(decided_plan, Way.ROWS_FIRST, 8, checks=False) == 1) is has
 
 
 def test_two_sources_or_two_gpus_make_no_plan() -> None:
@@ -128,7 +128,7 @@ def test_two_sources_or_two_gpus_make_no_plan() -> None:
 
 
 def test_old_plans_are_forgotten() -> None:
-    made = bundle({ON_LOAD: [measured(M, 0, 300.0)], PLAIN: [measured(M, 1, 10.0)]}, gpus=[H200], specs=SPECS)
-    assert made.choices[ON_LOAD][0].plan
-    alone = made._replace(choices={ON_LOAD: made.choices[ON_LOAD]})
+    built = bundle({ON_LOAD: [measured(M, 0, 300.0)], PLAIN: [measured(M, 1, 10.0)]}, gpus=[H200], specs=SPECS)
+    assert built.choices[ON_LOAD][0].plan
+    alone = built._replace(choices={ON_LOAD: built.choices[ON_LOAD]})
     assert plans.with_plans(alone).choices[ON_LOAD][0].plan == ()

@@ -45,12 +45,12 @@ def test_dw_is_seen_with_its_own_tile_and_constants() -> None:
 def test_what_is_loaded_already_is_not_waited_for() -> None:
     for stages in (2, 3, 6):
         resources = dataclasses.replace(WIDE, config=WIDE.config._replace(num_stages=stages))
-        found = profile(resources, Op.DW, DType.BF16, chip_for(90), CONSTANTS)
-        assert 0.0 < found.loaded_ns < found.chain_ns
-        assert found.step_ns > 0.0
+        profiled = profile(resources, Op.DW, DType.BF16, chip_for(90), CONSTANTS)
+        assert 0.0 < profiled.loaded_ns < profiled.chain_ns
+        assert profiled.step_ns > 0.0
 
 
-@pytest.mark.parametrize(("one", "other", "norm", "expected"), [(3.0, 4.0, 2.0, 5.0), (1.0, 1.0, 1.0, 2.0)])
-def test_join(one: float, other: float, norm: float, expected: float) -> None:
-    assert join(one, other, norm) == join(other, one, norm) == pytest.approx(expected)
-    assert join(one, 0.0, norm) == one
+@pytest.mark.parametrize(("first", "other", "norm", "expected"), [(3.0, 4.0, 2.0, 5.0), (1.0, 1.0, 1.0, 2.0)])
+def test_join(first: float, other: float, norm: float, expected: float) -> None:
+    assert join(first, other, norm) == join(other, first, norm) == pytest.approx(expected)
+    assert join(first, 0.0, norm) == first

@@ -16,8 +16,8 @@ WORKER = Path(__file__).parents[1] / "support" / "interpret_scans.py"
 def test_reductions_and_scans_are_those_of_triton() -> None:
     done = warm.run([WORKER], env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    assert found["ours"]
-    assert found["quick"] == found["own"]
-    assert len({tuple(one) for one in found["own"]}) == 4
-    assert all(any(one) for one in found["own"])
+    results = json.loads(done.stdout)
+    assert results["ours"]
+    assert results["quick"] == results["own"]
+    assert len({tuple(row) for row in results["own"]}) == 4
+    assert all(any(row) for row in results["own"])

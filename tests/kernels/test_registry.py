@@ -95,19 +95,19 @@ def test_what_it_does_not_declare_is_refused(entry: KernelEntry, tiles: Tiles) -
         allowed = tiles.allowed(knob)
         for value in KINDS.get(knob, {*range(17), 32, 48, 64, 128, 192, 256, 1024, 1025}):
             config = spec.config._replace(**{knob: value})
-            told = refusal(spec._replace(config=config))
+            reason = refusal(spec._replace(config=config))
             if value in allowed:
-                assert told is None or "format 1 has no other" in told
-            elif all(any(one.misfits(config)) for one in entry.tiles):
-                assert told is not None
+                assert reason is None or "format 1 has no other" in reason
+            elif all(any(tile.misfits(config)) for tile in entry.tiles):
+                assert reason is not None
     for other in {*DType} - entry.dtypes:
-        told = refusal(spec._replace(dtype=other))
+        reason = refusal(spec._replace(dtype=other))
         another = registry.kernel_of(spec.op, spec.config, other)
         if another is entry:
-            assert f"its dtypes are {', '.join(sorted(one.value for one in entry.dtypes))}" in str(told)
+            assert f"its dtypes are {', '.join(sorted(dtype.value for dtype in entry.dtypes))}" in str(reason)
         else:  # two kernels have such tiles: of w as it is, and of its codes
             assert another is not None
-            assert told is None or f"{another.name} has no code" in told
+            assert reason is None or f"{another.name} has no code" in reason
     for layout in {*Layout} - entry.layouts(spec.op):
         assert f"w is {layout.value}, wanted" in str(refusal(spec._replace(layout=layout)))
     for other in {Fusion.GATHER, Fusion.SILU, Fusion.LOW_RANK} - entry.fusions:
@@ -132,9 +132,9 @@ def test_an_architecture_lacks_what_a_kernel_needs(sm: int, lacking: list[str]) 
     assert through_tma is None or "sm_80 has no tma" in through_tma
     assert (through_tma is None) is ("tma" not in lacking)
     special = Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
-    told = refusal(Spec(Op.FORWARD, DType.BF16, special), sm)
-    assert all(f"has no {one}" in str(told) for one in lacking)
-    assert (told is None) is (not lacking)
+    reason = refusal(Spec(Op.FORWARD, DType.BF16, special), sm)
+    assert all(f"has no {word}" in str(reason) for word in lacking)
+    assert (reason is None) is (not lacking)
 
 
 def test_experts_beyond_what_a_kernel_counts_are_refused() -> None:
@@ -159,17 +159,25 @@ def test_experts_beyond_what_a_kernel_counts_are_refused() -> None:
 def test_what_ships_is_what_the_entries_say(path: Path) -> None:
     """Today's entries would compile each variant with the same arguments, descriptors and threads."""
     with open_bundle(path) as file:
-        for one in file.variants():
-            if isinstance(one.op, RowOp):
-                assert one.kernel == registry.entry_of(RowOpSpec(one.op, one.dtype, one.alignment)).name
+        for variant in file.variants():
+            if isinstance(variant.op, RowOp):
+                assert variant.kernel == registry.entry_of(RowOpSpec(variant.op, variant.dtype, variant.alignment)).name
                 continue
-            config = Config.from_pairs(one.config)
-            spec = Spec(one.op, one.dtype, config, one.layout, one.fusion, one.alignment, one.max_experts)
+            config = Config.from_pairs(variant.config)
+            spec = Spec(
+                variant.op,
+                variant.dtype,
+                config,
+                variant.layout,
+                variant.fusion,
+                variant.alignment,
+                variant.max_experts,
+            )
             assert refusal(spec, file.target.sm) is None
-            assert one.kernel == registry.entry_of(spec).name
-            assert one.arguments == registry.arguments(spec)
-            assert one.threads == registry.threads(spec)
-            assert {made.argument for made in one.tensor_maps} == set(registry.boxes(spec))
+            assert variant.kernel == registry.entry_of(spec).name
+            assert variant.arguments == registry.arguments(spec)
+            assert variant.threads == registry.threads(spec)
+            assert {tensor_map.argument for tensor_map in variant.tensor_maps} == set(registry.boxes(spec))
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
@@ -179,10 +187,10 @@ def test_an_entry_names_a_kernel_that_its_home_has(entry: KernelEntry) -> None:
         return
     names = list(function.arg_names)
     for spec in itertools.chain.from_iterable(specs(entry, tiles) for tiles in entry.tiles):
-        told = [name for name, _ in registry.arguments(spec)]
+        argument_names = [name for name, _ in registry.arguments(spec)]
         constants = registry.constants(spec, 90)
-        assert [name for name in names if name not in constants] == told
-        assert set(names) == {*told, *constants}
+        assert [name for name in names if name not in constants] == argument_names
+        assert set(names) == {*argument_names, *constants}
         assert set(registry.boxes(spec)) == {name for name, kind in registry.arguments(spec) if kind[:4] == "desc"}
 
 
@@ -194,8 +202,8 @@ def test_a_knob_that_no_tiles_speak_of_has_its_default() -> None:
     assert not list(silent.misfits(plain))
     for knob, kind in KINDS.items():
         for value in set(kind) - {getattr(plain, knob)}:
-            (told,) = silent.misfits(plain._replace(**{knob: value}))
-            assert told == f"{knob} is {value.name}, wanted {getattr(plain, knob).name}"
+            (misfit,) = silent.misfits(plain._replace(**{knob: value}))
+            assert misfit == f"{knob} is {value.name}, wanted {getattr(plain, knob).name}"
 
 
 def test_a_low_rank_part_is_code_of_its_own() -> None:

@@ -14,8 +14,8 @@ from pretuned.kernels.registry import refusal
 from pretuned.kernels.search import FP32_LIMIT, LIMIT, candidates, fallbacks, shared_bytes_at_least
 from pretuned.kernels.spec import Config, Loads, Schedule, Spec, TileRows
 
-EVERY = list(itertools.product(Op, (one for one in DType if one in PLAIN_DTYPES), supported()))
-QUANTISED = [one for one in DType if one.quantised and not one.quantises_x]
+EVERY = list(itertools.product(Op, (dtype for dtype in DType if dtype in PLAIN_DTYPES), supported()))
+QUANTISED = [dtype for dtype in DType if dtype.quantised and not dtype.quantises_x]
 
 
 @pytest.mark.parametrize(("op", "dtype", "sm"), EVERY)
@@ -124,17 +124,17 @@ def test_quantised_weights_have_candidates_of_their_own_on_hopper_and_those_of_o
 ) -> None:
     for op, sm in itertools.product(Op, supported()):
         listed = candidates(op, dtype, sm)
-        everywhere = {one for one in listed if one.schedule is Schedule.TILE}
+        everywhere = {config for config in listed if config.schedule is Schedule.TILE}
         assert bool(everywhere) is bool(fallbacks(op, dtype, sm)) is (op is not Op.DW)
         own = op is Op.FORWARD or (op is Op.DX and dtype is not DType.FP8_CHANNEL_A16)
         assert (len(listed) > len(everywhere)) is (own and sm == 90 and dtype in DTYPES)
         for config in everywhere:
             assert refusal(Spec(op, dtype, config, Layout.STORED), sm) is None
     if dtype in DTYPES:
-        configs = [one for one in candidates(Op.FORWARD, dtype, 90) if one.schedule is not Schedule.TILE]
+        configs = [config for config in candidates(Op.FORWARD, dtype, 90) if config.schedule is not Schedule.TILE]
         assert len(set(configs)) == len(configs) >= 6
-        assert {(one.schedule, one.loads) for one in configs} == {(Schedule.W4A16, Loads.TMA)}
-        assert {one.rows for one in configs} == set(TileRows)
+        assert {(config.schedule, config.loads) for config in configs} == {(Schedule.W4A16, Loads.TMA)}
+        assert {config.rows for config in configs} == set(TileRows)
         for config in configs:
             assert refusal(Spec(Op.FORWARD, dtype, config), 90) is None
             assert shared_bytes_at_least(Op.FORWARD, dtype, config, 90) <= limits(90).shared_per_block_bytes
@@ -142,9 +142,9 @@ def test_quantised_weights_have_candidates_of_their_own_on_hopper_and_those_of_o
 
 def test_codes_take_less_room_than_what_they_stand_for() -> None:
     config = Config(64, 128, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.W4A16, rows=TileRows.FITTED)
-    found = {one: shared_bytes_at_least(Op.FORWARD, one, config, 90) for one in QUANTISED}
-    assert found[DType.MXFP4] == 4 * 128 * (64 * 2 + 128 // 2)
-    assert found[DType.FP8_BLOCK_A16] == 4 * 128 * (64 * 2 + 128)
+    sizes = {dtype: shared_bytes_at_least(Op.FORWARD, dtype, config, 90) for dtype in QUANTISED}
+    assert sizes[DType.MXFP4] == 4 * 128 * (64 * 2 + 128 // 2)
+    assert sizes[DType.FP8_BLOCK_A16] == 4 * 128 * (64 * 2 + 128)
 
 
 @pytest.mark.parametrize("listing", [candidates, fallbacks])

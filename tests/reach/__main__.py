@@ -1,4 +1,4 @@
-"""What the tests reach, from the repository's root: ``python -m tests.reach`` (lines and branches), ``--mutants``.
+"""Measure the code that tests reach, from the root: ``python -m tests.reach`` (lines and branches), ``--mutants``.
 
 The first runs the tests of ``part.py`` under coverage, the processes that they start as well, and fails with each line
 and branch of that part that none reached, but for those that ``part.py`` leaves out. The second is in ``mutants.py``.
@@ -30,7 +30,7 @@ source =
 
 
 def measured(tests: tuple[str, ...], folder: Path) -> dict[str, Any]:
-    """What coverage's JSON report says of each file of the part, after these tests; CalledProcessError if one fails."""
+    """Return coverage's JSON report of each file of the part, after these tests; CalledProcessError if one fails."""
     folder.chmod(0o1777)  # some tests have processes of other users, which tell what they reached, too
     config = folder / "coveragerc"
     config.write_text(_CONFIG.format(folder=folder, root=ROOT))
@@ -40,7 +40,7 @@ def measured(tests: tuple[str, ...], folder: Path) -> dict[str, Any]:
     if len(list(folder.glob("data.*"))) < 2:
         sys.exit("no process that a test started was measured: coverage's .pth file is not in this environment")
     subprocess.run([*coverage, "combine", "-q", f"--rcfile={config}"], cwd=ROOT, check=True)
-    whole = [f"{one}/*" if (ROOT / one).is_dir() else one for one in PART]
+    whole = [f"{name}/*" if (ROOT / name).is_dir() else name for name in PART]
     only = f"--include={','.join(whole)}"
     subprocess.run([*coverage, "json", "-q", f"--rcfile={config}", only, "-o", folder / "json"], cwd=ROOT, check=True)
     return json.loads((folder / "json").read_text())  # type: ignore[no-any-return]
@@ -49,11 +49,11 @@ def measured(tests: tuple[str, ...], folder: Path) -> dict[str, Any]:
 def faults(report: dict[str, Any], left_out: dict[tuple[str, str], str]) -> Iterator[str]:
     """Each line that no test reached, each way on from a line that none took, and each row that is no longer so."""
     seen = set()
-    for file, found in report["files"].items():
+    for file, entry in report["files"].items():
         lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
-        missing = set(found["missing_lines"])
-        ways = [(a, f"never goes on to {b}" if b > 0 else "never leaves") for a, b in found["missing_branches"]]
-        for number, what in sorted([(one, "is not reached") for one in missing] + ways):
+        missing = set(entry["missing_lines"])
+        ways = [(a, f"never goes on to {b}" if b > 0 else "never leaves") for a, b in entry["missing_branches"]]
+        for number, what in sorted([(line, "is not reached") for line in missing] + ways):
             text = lines[number - 1].strip()
             if (file, text) in left_out:
                 seen.add((file, text))
@@ -78,7 +78,7 @@ def main() -> int:
         parser.error(f"unknown: {' '.join(rest)}")
     with tempfile.TemporaryDirectory(prefix="reach-") as folder:
         report = measured(TESTS, Path(folder))
-    found = list(faults(report, LEFT_OUT))
+    listed = list(faults(report, LEFT_OUT))
     totals = report["totals"]
     figures = {
         "lines": totals["num_statements"],
@@ -87,10 +87,10 @@ def main() -> int:
         "branches_reached": totals["covered_branches"],
         "left_out": len(LEFT_OUT),
     }
-    print(*found, json.dumps(figures), sep="\n")
+    print(*listed, json.dumps(figures), sep="\n")
     if options.out:
         keep(options.out, "lines and branches", figures)
-    return 1 if found else 0
+    return 1 if listed else 0
 
 
 if __name__ == "__main__":

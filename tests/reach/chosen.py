@@ -33,7 +33,7 @@ class _Watch:
     """A plugin that writes down, for each test that passes, its time and the lines of one file."""
 
     def __init__(self, file: Path, out: Path) -> None:
-        self.file, self.out, self.lines, self.told = str(file), out, set[int](), list[Any]()
+        self.file, self.out, self.lines, self.timed = str(file), out, set[int](), list[Any]()
 
     def _line(self, frame: FrameType, event: str, _: object) -> Any:
         self.lines.add(frame.f_lineno)
@@ -53,10 +53,10 @@ class _Watch:
         finally:
             sys.settrace(None)
             threading.settrace(None)  # type: ignore[arg-type] # as it was
-            self.told.append((item.nodeid, time.monotonic() - begin, sorted(self.lines)))
+            self.timed.append((item.nodeid, time.monotonic() - begin, sorted(self.lines)))
 
     def pytest_sessionfinish(self) -> None:
-        self.out.write_text(json.dumps(self.told))
+        self.out.write_text(json.dumps(self.timed))
 
 
 class _Order:
@@ -66,11 +66,13 @@ class _Order:
         self.names = {name: i for i, name in enumerate(names)}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = sorted((one for one in items if one.nodeid in self.names), key=lambda one: self.names[one.nodeid])
+        items[:] = sorted(
+            (item for item in items if item.nodeid in self.names), key=lambda item: self.names[item.nodeid]
+        )
 
 
 def passes(place: Path, tests: tuple[str, ...], plugin: object = None, seconds: float | None = None) -> bool:
-    """Whether all pass with the product at ``place``, in a child, within a limit: some changes never end.
+    """Return True if all tests pass with the product at ``place``, in a child, within a limit: some changes never end.
 
     ``seconds``: what they took when they passed.
     """
@@ -97,21 +99,21 @@ def passes(place: Path, tests: tuple[str, ...], plugin: object = None, seconds: 
     return os.waitstatus_to_exitcode(status) == 0
 
 
-def told(place: Path, file: str, tests: tuple[str, ...]) -> list[Told] | None:
-    """What the tests of a file come through, the quick ones first; None where one fails."""
+def timed(place: Path, file: str, tests: tuple[str, ...]) -> list[Told] | None:
+    """Return the lines that a file's tests reach, the quick tests first; None if one fails."""
     out = place / "told.json"
     if not passes(place, tests, _Watch(place / "pretuned" / file, out)):
         return None
     rows = [Told(name, seconds, frozenset(lines)) for name, seconds, lines in json.loads(out.read_text())]
-    return sorted(rows, key=lambda one: one.seconds)
+    return sorted(rows, key=lambda row: row.seconds)
 
 
 def noticed(place: Path, lines: range, tests: list[Told]) -> bool:
-    """Whether a test notices what was changed in these lines: one that reaches them, or any other."""
-    near = [one for one in tests if not one.lines.isdisjoint(lines)]
-    for some in (near, [one for one in tests if one not in near]):
-        files = dict.fromkeys(one.name.split("::")[0] for one in some)
-        order = _Order([one.name for one in some])
-        if some and not passes(place, tuple(files), order, sum(one.seconds for one in some)):
+    """Return True if a test notices a change in these lines: one that reaches them, or any other."""
+    near = [test for test in tests if not test.lines.isdisjoint(lines)]
+    for some in (near, [test for test in tests if test not in near]):
+        files = dict.fromkeys(value.name.split("::")[0] for value in some)
+        order = _Order([value.name for value in some])
+        if some and not passes(place, tuple(files), order, sum(value.seconds for value in some)):
             return True
     return False

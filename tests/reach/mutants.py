@@ -195,18 +195,18 @@ class Mutant(NamedTuple):
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:
-    """What a node may become: another operator, number or condition, no result, or nothing instead of a statement."""
+    """Yield a node's mutations: another operator, number or condition, no result, or nothing instead of a statement."""
     for field in ("op", "ops"):
-        found = getattr(node, field, None)
-        first = found[0] if isinstance(found, list) else found
+        child = getattr(node, field, None)
+        first = child[0] if isinstance(child, list) else child
         if type(first) in _SWAPPED:
-            made = copy.deepcopy(node)
+            copied = copy.deepcopy(node)
             setattr(
-                made,
+                copied,
                 field,
-                [_SWAPPED[type(first)](), *found[1:]] if isinstance(found, list) else _SWAPPED[type(first)](),
+                [_SWAPPED[type(first)](), *child[1:]] if isinstance(child, list) else _SWAPPED[type(first)](),
             )
-            yield made
+            yield copied
     if type(node) in (ast.Break, ast.Continue):
         yield _SWAPPED[type(node)]()
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
@@ -218,16 +218,16 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
     elif isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
         yield ast.Pass()
     elif isinstance(node, (ast.If, ast.While)):
-        made = copy.copy(node)
-        made.test = ast.UnaryOp(ast.Not(), node.test)
-        yield made
+        copied = copy.copy(node)
+        copied.test = ast.UnaryOp(ast.Not(), node.test)
+        yield copied
 
 
 def _head(node: ast.AST) -> range | None:
     """The lines of a statement, without those that it holds."""
     if not isinstance(node, (ast.stmt, ast.ExceptHandler)):
         return None
-    body = [one.lineno for one in getattr(node, "body", ())]
+    body = [statement.lineno for statement in getattr(node, "body", ())]
     return range(node.lineno, min([*body, (node.end_lineno or node.lineno) + 1]))
 
 
@@ -235,7 +235,7 @@ def mutants(file: str) -> list[Mutant]:
     """Every one of a file."""
     text = (ROOT / file).read_text(encoding="utf-8")
     tree, lines = ast.parse(text), text.splitlines()
-    found = []
+    listed = []
 
     def walk(parent: ast.AST, head: range) -> None:
         for field, value in ast.iter_fields(parent):
@@ -250,17 +250,17 @@ def mutants(file: str) -> list[Mutant]:
                 ):
                     continue
                 of = _head(node) or head
-                for made in changes(node) if hasattr(node, "lineno") else ():
-                    new = ast.copy_location(made, node)
+                for change in changes(node) if hasattr(node, "lineno") else ():
+                    new = ast.copy_location(change, node)
                     setattr(parent, field, [*value[:i], new, *value[i + 1 :]] if isinstance(value, list) else new)
                     source = ast.unparse(ast.fix_missing_locations(tree))
-                    became = ast.unparse(made).splitlines()[0]
-                    found.append(Mutant(file, node.lineno, lines[node.lineno - 1].strip(), became, source, of))
+                    became = ast.unparse(change).splitlines()[0]
+                    listed.append(Mutant(file, node.lineno, lines[node.lineno - 1].strip(), became, source, of))
                     setattr(parent, field, value)
                 walk(node, of)
 
     walk(tree, range(0))
-    return found
+    return listed
 
 
 @contextlib.contextmanager
@@ -279,7 +279,7 @@ def product() -> Iterator[Path]:
 
 
 def judge(place: Path, mutant: Mutant, tests: list[chosen.Told]) -> bool:
-    """Whether it is killed."""
+    """Return True if the mutant is killed."""
     path = place / "pretuned" / mutant.file
     whole = path.read_text(encoding="utf-8")
     path.write_text(mutant.source, encoding="utf-8")
@@ -296,30 +296,30 @@ def main(arguments: list[str], out: Path | None) -> int:
     parser.add_argument("--sample", type=int, help="so many of each file, chosen by --seed; all otherwise")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    names = options.files.split(",") if options.files else [Path(one).stem for one in FILES]
+    names = options.files.split(",") if options.files else [Path(file).stem for file in FILES]
     for name in _PRELOADED:  # once for all children
         with contextlib.suppress(ImportError):
             __import__(name)
     figures, worst = {}, 1.0
     with product() as place:
-        for file in (one for one in FILES if Path(one).stem in names):
-            tests = chosen.told(place, file, FILES[file])
+        for file in (file for file in FILES if Path(file).stem in names):
+            tests = chosen.timed(place, file, FILES[file])
             if tests is None:
                 sys.exit(f"the tests of {file} fail as it is: {' '.join(FILES[file])}")
-            found = [one for one in mutants(file) if (file, one.line, one.became) not in SAME]
-            every = len(found)
-            if options.sample and options.sample < every:
-                found = random.Random(options.seed).sample(found, options.sample)
+            listed = [mutant for mutant in mutants(file) if (file, mutant.line, mutant.became) not in SAME]
+            total = len(listed)
+            if options.sample and options.sample < total:
+                listed = random.Random(options.seed).sample(listed, options.sample)
             begun, left = time.monotonic(), []
-            for one in found:
-                if not judge(place, one, tests):
-                    left.append(one)
-                    print(f"{file}:{one.number}: {one.line}  ->  {one.became}", flush=True)
-            share = 1 - len(left) / len(found)
+            for mutant in listed:
+                if not judge(place, mutant, tests):
+                    left.append(mutant)
+                    print(f"{file}:{mutant.number}: {mutant.line}  ->  {mutant.became}", flush=True)
+            share = 1 - len(left) / len(listed)
             worst = min(worst, share)
-            figures[file] = {"mutants": every, "tried": len(found), "killed": len(found) - len(left)}
+            figures[file] = {"mutants": total, "tried": len(listed), "killed": len(listed) - len(left)}
             print(
-                f"{file}: {len(found) - len(left)} of {len(found)} killed ({share:.1%}), "
+                f"{file}: {len(listed) - len(left)} of {len(listed)} killed ({share:.1%}), "
                 f"{time.monotonic() - begun:.0f} s",
                 flush=True,
             )

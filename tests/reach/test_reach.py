@@ -39,13 +39,13 @@ def test_a_line_is_left_out_by_its_text_and_only_while_it_is_not_reached() -> No
     row = {(FILE, LINE): "why"}
     assert list(faults(report([5], []), row)) == []
     assert list(faults(report([], [[5, 6]]), row)) == []
-    (told,) = faults(report([], []), row)
-    assert told == f"{FILE}: part.py leaves out a line that is reached, or gone: {LINE}"
+    (fault,) = faults(report([], []), row)
+    assert fault == f"{FILE}: part.py leaves out a line that is reached, or gone: {LINE}"
 
 
 def test_what_is_measured_is_there() -> None:
-    files = [*PART, *TESTS, *mutants.FILES, *(one for tests in mutants.FILES.values() for one in tests)]
-    assert [one for one in files if not (ROOT / one).exists()] == []
+    files = [*PART, *TESTS, *mutants.FILES, *(test for tests in mutants.FILES.values() for test in tests)]
+    assert [file for file in files if not (ROOT / file).exists()] == []
     for file, line, _ in mutants.SAME:
         assert line in map(str.strip, (ROOT / file).read_text().splitlines()), f"{file} has no line {line}"
 
@@ -74,38 +74,38 @@ def test_what_is_measured_is_there() -> None:
     ],
 )
 def test_what_a_line_becomes(text: str, became: list[str]) -> None:
-    made = [one for node in ast.walk(ast.parse(text)) for one in mutants.changes(node)]
-    assert [ast.unparse(ast.fix_missing_locations(one)).splitlines()[0] for one in made] == became
+    changed = [change for node in ast.walk(ast.parse(text)) for change in mutants.changes(node)]
+    assert [ast.unparse(ast.fix_missing_locations(tree)).splitlines()[0] for tree in changed] == became
 
 
 def test_a_mutant_is_the_file_with_one_thing_changed() -> None:
-    found = mutants.mutants("artifacts/locking.py")
+    listed = mutants.mutants("artifacts/locking.py")
     whole = ast.unparse(ast.parse((ROOT / "artifacts/locking.py").read_text())).splitlines()
-    assert len(found) > 20
-    for one in found:
-        there = one.source.splitlines()
+    assert len(listed) > 20
+    for mutant in listed:
+        there = mutant.source.splitlines()
         changed = [i for i, (a, b) in enumerate(zip(whole, there, strict=False)) if a != b]
-        assert changed or len(there) != len(whole), one
-        assert len(changed) <= 1 or len(there) != len(whole), one
+        assert changed or len(there) != len(whole), mutant
+        assert len(changed) <= 1 or len(there) != len(whole), mutant
 
 
 @pytest.mark.slow  # several runs of pytest
 def test_mutants_are_tested_by_their_tests() -> None:
-    """Those of one small file, in a process that has not imported the product; no change at all lives."""
+    """Mutants of a small file are tested in a process that has not imported the product; an unchanged file survives."""
     code = """
 from tests.reach import chosen, mutants
 file = "artifacts/publishing.py"
 with mutants.product() as place:
     path = place / "pretuned" / file
     before = path.read_text()
-    tests = chosen.told(place, file, mutants.FILES[file])
+    tests = chosen.timed(place, file, mutants.FILES[file])
     one = next(one for one in mutants.mutants(file) if one.became == "return None")
     print(mutants.judge(place, one, tests), path.read_text() == before)
     print(chosen.noticed(place, one.lines, tests), chosen.passes(place, mutants.FILES[file]))
     near = [test.name for test in tests if not test.lines.isdisjoint(one.lines)]
     print(0 < len(near) < len(tests), tests == sorted(tests, key=lambda test: test.seconds))
     path.write_text("raise KeyError")
-    print(chosen.told(place, file, mutants.FILES[file]), chosen.noticed(place, range(0), tests))
+    print(chosen.timed(place, file, mutants.FILES[file]), chosen.noticed(place, range(0), tests))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True", "False", "True", "True", "True", "None", "True"]

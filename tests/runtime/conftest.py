@@ -31,7 +31,7 @@ def clean_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pa
     bundles = tmp_path / "bundles"
     bundles.mkdir()
     switches = ("BATCH_INVARIANT", "STRICT", "DISABLE_AUTOTUNE", "DISABLE_SELF_TEST", "TRUSTED_KEYS")
-    for name in (*(f"PRETUNED_{one}" for one in switches), "XDG_CACHE_HOME"):
+    for name in (*(f"PRETUNED_{switch}" for switch in switches), "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PRETUNED_BUNDLES", str(bundles))

@@ -1,4 +1,4 @@
-"""What docs/use/containers.md says of whose files bundles may be, in processes of a user that no passwd file knows."""
+"""docs/use/containers.md's rules for owners of bundles, in processes of a user that no passwd file lists."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_any_user_uses_what_is_in_the_image(bundles: Path) -> None:
 
 @ROOT_ONLY
 def test_a_volume_with_an_fsgroup_is_refused_and_zero_is_not(bundles: Path) -> None:
-    """As the kubelet leaves it: the group's, writable by it, set-group-ID."""
+    """The kubelet leaves it so: the group's, writable by it, set-group-ID."""
     os.chown(bundles, 0, 2000)
     bundles.chmod(0o2775)
     done = doctor(bundles)

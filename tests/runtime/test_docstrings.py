@@ -37,7 +37,7 @@ def headings(lines: list[str]) -> list[str]:
 
 
 def complaints(function: Callable[..., Any]) -> list[str]:
-    """What a function's docstring lacks, or has too much, by its signature."""
+    """Return the parts that a function's docstring lacks, or has too much, by its signature."""
     signature, parts = inspect.signature(function), sections(inspect.getdoc(function) or "")
     described = headings(parts.get("Parameters", []))
     faults = [f"no parameter {name}" for name in signature.parameters if name not in described]

@@ -58,14 +58,14 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)  # our own page
         if "model" in names and "first" not in names:
-            grads = {name for name, one in names["model"].named_parameters() if one.grad is not None}
+            grads = {name for name, parameter in names["model"].named_parameters() if parameter.grad is not None}
             assert any("experts" in name for name in grads)
             assert all("lora_" in name for name in grads)
             assert (tmp_path / next(saved) / "adapter_model.safetensors").exists()
             kind = next(codes)
             assert {
-                one.dtype
-                for name, one in names["model"].named_parameters()
+                parameter.dtype
+                for name, parameter in names["model"].named_parameters()
                 if "down_proj" in name and "bias" not in name and "scale" not in name
             } == {kind}
         else:
@@ -77,8 +77,8 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
 def test_the_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft", minversion="0.21")
     out = tmp_path / "adapter"
-    given = ["--tiny", "--steps", "12", "--batch", "2", "--length", "32", "--rank", "4", "--rate", "2e-2"]
-    monkeypatch.setattr(sys, "argv", ["finetune_lora.py", *given, "--out", str(out)])
+    options = ["--tiny", "--steps", "12", "--batch", "2", "--length", "32", "--rank", "4", "--rate", "2e-2"]
+    monkeypatch.setattr(sys, "argv", ["finetune_lora.py", *options, "--out", str(out)])
     losses = runpy.run_path(str(ROOT / "examples" / "finetune_lora.py"))["main"]()
     assert losses[-1] < losses[0] - 0.05
     assert all(torch.isfinite(torch.tensor(losses)))
@@ -95,9 +95,9 @@ def test_the_example_learns_beside_quantised_experts(
     pytest.importorskip("peft", minversion="0.21")
     model, text, out = getattr(tiny_quantised, kind)(tmp_path).quantised, tmp_path / "a.txt", tmp_path / "adapter"
     text.write_text("abcdefgh" * 64)
-    given = ["--model", str(model), "--text", str(text), "--steps", "12", "--batch", "2", "--length", "32"]
-    given += ["--rank", "4", "--rate", "2e-2", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["finetune_lora.py", *given])
+    options = ["--model", str(model), "--text", str(text), "--steps", "12", "--batch", "2", "--length", "32"]
+    options += ["--rank", "4", "--rate", "2e-2", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["finetune_lora.py", *options])
     losses = runpy.run_path(str(ROOT / "examples" / "finetune_lora.py"))["main"]()
     assert losses[-1] < losses[0] - 0.05
     assert (out / "adapter_config.json").exists()

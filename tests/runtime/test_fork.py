@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from emulated_driver import EmulatedGpu, emulated
-from made import ON_H200, PROBLEM, SPECS, WIDE, bundle, modelled, snapshot, write
+from small_bundles import ON_H200, PROBLEM, SPECS, WIDE, bundle, modelled, snapshot, write
 
 import pretuned.runtime
 from pretuned.artifacts.codec import encode
@@ -61,7 +61,7 @@ def stopped_inside(call: Callable[[], object], pause: Pause) -> Iterator[None]:
 
 
 def right_in_a_child(call: Callable[[], object]) -> bool:
-    """Whether ``call`` is true in a child of ``fork``, and ends."""
+    """Return True if ``call`` is true in a child of ``fork``, and the child ends."""
     child = os.fork()
     if not child:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -90,9 +90,9 @@ def test_the_lookup(where: str, clean_places: Path, monkeypatch: pytest.MonkeyPa
     }[where]
     real = getattr(module, name)
 
-    def slow(*given: object) -> object:
+    def slow(*args: object) -> object:
         pause()
-        return real(*given)
+        return real(*args)
 
     monkeypatch.setattr(module, name, slow)
     with stopped_inside(runs_from_a_bundle, pause):
@@ -114,27 +114,27 @@ class Compiler:
 @pytest.fixture
 def compiler(clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # a child can ask no GPU that its parent uses
-    before, made = hooks._compiler, Compiler()
-    register_compiler(made)
+    before, compiler = hooks._compiler, Compiler()
+    register_compiler(compiler)
     dispatch_compiled.forget()
     pretuned.runtime.allow_jit()
-    yield made
+    yield compiler
     dispatch_compiled.forget()
     pretuned.runtime.allow_jit(False)
     register_compiler(before)
 
 
-def compiled(found: dispatch_snapshot.Snapshot) -> bool:
-    got = decide(found, PROBLEM, 64, ON_H200)
+def compiled(bundle_set: dispatch_snapshot.Snapshot) -> bool:
+    got = decide(bundle_set, PROBLEM, 64, ON_H200)
     return isinstance(got, Decision) and got.chosen.origin is Origin.COMPILED
 
 
 def test_a_decision_that_compiles(compiler: Compiler, tmp_path: Path) -> None:
-    found = snapshot(tmp_path)
-    with stopped_inside(lambda: compiled(found), compiler.pause):
-        assert right_in_a_child(lambda: compiled(found))
+    bundle_set = snapshot(tmp_path)
+    with stopped_inside(lambda: compiled(bundle_set), compiler.pause):
+        assert right_in_a_child(lambda: compiled(bundle_set))
         assert right_in_a_child(lambda: compiled(snapshot(tmp_path)))
-    assert compiled(found)
+    assert compiled(bundle_set)
 
 
 class Views(dict):  # type: ignore[type-arg]
@@ -153,10 +153,10 @@ class Views(dict):  # type: ignore[type-arg]
 @pytest.mark.parametrize("after", [False, True])
 def test_a_bundle_that_is_just_being_added(after: bool, compiler: Compiler, tmp_path: Path) -> None:
     compiler.pause.go_on.set()
-    found, pause = snapshot(tmp_path), Pause()
-    found._views = Views(pause, after=after)
-    with stopped_inside(lambda: compiled(found), pause):
-        assert right_in_a_child(lambda: compiled(found))
+    bundle_set, pause = snapshot(tmp_path), Pause()
+    bundle_set._views = Views(pause, after=after)
+    with stopped_inside(lambda: compiled(bundle_set), pause):
+        assert right_in_a_child(lambda: compiled(bundle_set))
 
 
 def test_a_variant_that_is_being_loaded(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_system_that_forks_nothing_has_locks(monkeypatch: pytest.MonkeyPatch) 
 
 def test_no_module_makes_a_lock_of_its_own() -> None:
     package = Path(pretuned.runtime.__file__ or "").parent
-    assert [one.name for one in sorted(package.glob("*.py")) if "Lock(" in one.read_text()] == ["settings.py"]
+    assert [path.name for path in sorted(package.glob("*.py")) if "Lock(" in path.read_text()] == ["settings.py"]
 
 
 PROGRAM = """

@@ -1,4 +1,4 @@
-"""What importing the runtime does: nothing."""
+"""Importing the runtime has no effects."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ print(json.dumps(found | {"cuda": bool(torch and torch.cuda.is_initialized())}))
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr
-    found: dict[str, bool] = json.loads(done.stdout)
-    return found
+    imported: dict[str, bool] = json.loads(done.stdout)
+    return imported
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def test_the_package_alone_imports_nothing() -> None:
 )
 def test_a_call_adds_no_triton_and_no_command_line(name: str) -> None:
     alone = modules_of_torch()
-    found = modules_after(f"from pretuned.runtime import {name}", PRETUNED_STRICT="maybe")
+    modules = modules_after(f"from pretuned.runtime import {name}", PRETUNED_STRICT="maybe")
     for module in (
         "triton",
         "click",
@@ -76,19 +76,19 @@ def test_a_call_adds_no_triton_and_no_command_line(name: str) -> None:
         "pretuned.kernels.cost_model",
         "cuda",
     ):
-        assert found[module] <= alone[module], module
+        assert modules[module] <= alone[module], module
 
 
 @pytest.mark.slow  # a process that imports torch
 def test_bundles_and_the_driver_wait_for_a_first_call() -> None:
-    """What reads a bundle, loads a kernel or asks the driver is no part of the import."""
+    """The import runs nothing that reads a bundle, loads a kernel or asks the driver."""
     alone = modules_of_torch()
-    found = modules_after("from pretuned.runtime import grouped_gemm, moe_mlp")
+    modules = modules_after("from pretuned.runtime import grouped_gemm, moe_mlp")
     imported = {"pretuned.kernels", "pretuned.runtime.dispatch", "pretuned.runtime.launch", "pretuned.runtime.ops"}
-    waits = [name for name in found if name.startswith(("msgpack", "filelock", "pretuned.")) and name not in imported]
+    waits = [name for name in modules if name.startswith(("msgpack", "filelock", "pretuned.")) and name not in imported]
     assert len(waits) == 10
     for module in waits:
-        assert found[module] <= alone[module], module
+        assert modules[module] <= alone[module], module
     called = modules_after(
         "import torch; from pretuned.runtime import grouped_gemm\n"
         "grouped_gemm(torch.ones(2, 4), torch.ones(1, 3, 4), torch.tensor([2]))"
@@ -109,9 +109,9 @@ from pretuned.runtime import grouped_gemm
 y = grouped_gemm(torch.ones(2, 4), torch.ones(1, 3, 4), torch.tensor([2]))
 assert y.tolist() == [[4.0] * 3] * 2
 """
-    found = modules_after(code)
-    assert not found["triton"]
-    assert not found["cuda"]
+    modules = modules_after(code)
+    assert not modules["triton"]
+    assert not modules["cuda"]
 
 
 def test_every_public_name_is_there_and_an_unknown_one_is_not() -> None:

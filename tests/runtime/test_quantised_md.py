@@ -30,10 +30,10 @@ def _write(folder: Path, config: dict[str, Any], *files: dict[str, torch.Tensor]
 
 def _deepseek(layer: int, experts: range) -> dict[str, torch.Tensor]:
     return {
-        f"model.layers.{layer}.mlp.experts.{e}.{name}.{suffix}": one
+        f"model.layers.{layer}.mlp.experts.{e}.{name}.{suffix}": value
         for e in experts
         for name, N, K in (("gate_proj", I, H), ("up_proj", I, H), ("down_proj", H, I))
-        for suffix, one in (
+        for suffix, value in (
             ("weight", torch.randn(N, K).to(torch.float8_e4m3fn)),
             ("weight_scale_inv", torch.full((N // 128, K // 128), K**-0.5)),
         )
@@ -41,12 +41,12 @@ def _deepseek(layer: int, experts: range) -> dict[str, torch.Tensor]:
 
 
 def _gpt_oss() -> dict[str, torch.Tensor]:
-    name, found = "model.layers.0.mlp.experts", {}
+    name, tensors = "model.layers.0.mlp.experts", {}
     for projection, N, K in (("gate_up_proj", 2 * I, H), ("down_proj", H, I)):
-        found[f"{name}.{projection}_blocks"] = torch.randint(0, 256, (E, N, K // 32, 16), dtype=torch.uint8)
-        found[f"{name}.{projection}_scales"] = torch.full((E, N, K // 32), 121, dtype=torch.uint8)
-        found[f"{name}.{projection}_bias"] = torch.randn(E, N).bfloat16()
-    return found
+        tensors[f"{name}.{projection}_blocks"] = torch.randint(0, 256, (E, N, K // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}.{projection}_scales"] = torch.full((E, N, K // 32), 121, dtype=torch.uint8)
+        tensors[f"{name}.{projection}_bias"] = torch.randn(E, N).bfloat16()
+    return tensors
 
 
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,9 @@ def test_the_table_has_every_format_and_its_bits() -> None:
         if row.startswith("| `") and row.count("|") == 8
         for name in re.findall(r"`(\w+)`", row.split("|")[1])
     }
-    assert set(rows) | {"fp8_block_a16", "fp8_channel_a16"} == {n for n, one in PRECISIONS.items() if one.quantised}
-    for name, told in rows.items():
+    assert set(rows) | {"fp8_block_a16", "fp8_channel_a16"} == {
+        n for n, precision in PRECISIONS.items() if precision.quantised
+    }
+    for name, row in rows.items():
         bits = PRECISIONS[name].w_bytes(4096, 4096) * 8 / 4096**2
-        assert any(abs(float(one) - bits) < 0.006 for one in told.split(",")), (name, told, bits)
+        assert any(abs(float(part) - bits) < 0.006 for part in row.split(",")), (name, row, bits)

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made import ON_A100, ON_L40S, SPECS, variant
 from processes import copy_of
+from small_bundles import ON_A100, ON_L40S, SPECS, variant
 
 from pretuned.artifacts.locking import lock
 from pretuned.artifacts.publishing import read_checked, write_checked
 from pretuned.artifacts.records import LocalGpu
 from pretuned.runtime import reload, self_tests
-from pretuned.runtime.self_tests import is_wrong, known, note, path_of, result_of_today
+from pretuned.runtime.self_tests import is_wrong, note, path_of, recorded, result_of_today
 
 ONE, OTHER = variant(SPECS[0], b"one"), variant(SPECS[0], b"other")
 RIGHT, WRONG = result_of_today(True), result_of_today(False, "y[0, 0] is 1, wanted 2")
@@ -35,13 +35,13 @@ def overlay(clean_places: Path, tmp_path: Path) -> Path:
 
 
 def test_the_next_process_knows_it(overlay: Path) -> None:
-    assert known(ONE, ON_A100) is None
+    assert recorded(ONE, ON_A100) is None
     note(ONE, ON_A100, RIGHT)
     note(OTHER, ON_A100, WRONG)
     process = anew()
     assert not process.is_wrong(OTHER, ON_A100)  # nobody has asked yet: no file was read
-    assert process.known(ONE, ON_A100) == RIGHT
-    assert process.known(OTHER, ON_A100) == WRONG
+    assert process.recorded(ONE, ON_A100) == RIGHT
+    assert process.recorded(OTHER, ON_A100) == WRONG
     assert process.is_wrong(OTHER, ON_A100)
     assert not process.is_wrong(ONE, ON_A100)
     assert len(process.left_out(ON_A100)) == 1
@@ -57,9 +57,9 @@ def test_under_umask_000_it_is_remembered_too(overlay: Path) -> None:
         note(ONE, ON_A100, WRONG)
     finally:
         os.umask(old)
-    assert {one.stat().st_mode & 0o777 for one in (overlay, overlay.parent)} == {0o755}
+    assert {path.stat().st_mode & 0o777 for path in (overlay, overlay.parent)} == {0o755}
     process = anew()
-    assert process.known(ONE, ON_A100) == WRONG
+    assert process.recorded(ONE, ON_A100) == WRONG
 
 
 @pytest.mark.parametrize(
@@ -73,36 +73,36 @@ def test_under_umask_000_it_is_remembered_too(overlay: Path) -> None:
 )
 def test_it_holds_for_one_kind_of_gpu_and_one_driver(overlay: Path, elsewhere: LocalGpu) -> None:
     note(ONE, ON_A100, RIGHT)
-    assert known(ONE, elsewhere) is None
+    assert recorded(ONE, elsewhere) is None
     note(ONE, elsewhere, WRONG)
-    assert known(ONE, ON_A100) == RIGHT
+    assert recorded(ONE, ON_A100) == RIGHT
     assert len(list(overlay.glob("*.results"))) == 2
 
 
 def test_it_holds_for_one_cubin_in_one_record(overlay: Path) -> None:
     """A right cubin under another record, with other arguments say, is other code."""
     note(ONE, ON_A100, RIGHT)
-    assert known(OTHER, ON_A100) is None
-    assert known(ONE._replace(shared_bytes=ONE.shared_bytes + 16), ON_A100) is None
+    assert recorded(OTHER, ON_A100) is None
+    assert recorded(ONE._replace(shared_bytes=ONE.shared_bytes + 16), ON_A100) is None
 
 
 def test_wrong_once_is_wrong_for_good(overlay: Path) -> None:
     note(ONE, ON_A100, WRONG)
     note(ONE, ON_A100, RIGHT)
-    assert known(ONE, ON_A100) == WRONG
+    assert recorded(ONE, ON_A100) == WRONG
     process = anew()
     process.note(ONE, ON_A100, RIGHT)  # by a process that has not read the file
     process = anew()
-    assert process.known(ONE, ON_A100) == WRONG
+    assert process.recorded(ONE, ON_A100) == WRONG
 
 
 def test_what_a_process_could_not_test_is_no_other_processs_business(overlay: Path) -> None:
     self_tests.leave_out(ONE, ON_A100)
     assert is_wrong(ONE, ON_A100)
-    assert known(ONE, ON_A100) is None
+    assert recorded(ONE, ON_A100) is None
     note(OTHER, ON_A100, RIGHT)
     process = anew()
-    assert process.known(OTHER, ON_A100) == RIGHT
+    assert process.recorded(OTHER, ON_A100) == RIGHT
     assert not process.is_wrong(ONE, ON_A100)
 
 
@@ -125,10 +125,10 @@ def test_a_file_that_is_no_good_is_as_none(damage: str, overlay: Path) -> None:
     else:
         path.chmod(0o666)
     process = anew()
-    assert process.known(ONE, ON_A100) is None
+    assert process.recorded(ONE, ON_A100) is None
     process.note(ONE, ON_A100, RIGHT)
     process = anew()
-    assert process.known(ONE, ON_A100) == RIGHT
+    assert process.recorded(ONE, ON_A100) == RIGHT
 
 
 def test_where_nothing_can_be_written_the_process_knows_it_alone(
@@ -142,7 +142,7 @@ def test_where_nothing_can_be_written_the_process_knows_it_alone(
     assert [record.levelno for record in caplog.records] == [logging.INFO]
     assert "results of self-tests are not kept" in caplog.text
     assert is_wrong(ONE, ON_A100)
-    assert known(OTHER, ON_A100) == RIGHT
+    assert recorded(OTHER, ON_A100) == RIGHT
 
 
 def test_without_overlay_writes_nothing_is_written(overlay: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +162,8 @@ def test_one_call_a_process_waits_for_the_overlays_lock(overlay: Path) -> None:
         assert 2.0 <= time.monotonic() - began < 10.0
     note(OTHER, ON_A100, WRONG)
     process = anew()
-    assert process.known(OTHER, ON_A100) == WRONG
-    assert all(process.known(variant(SPECS[0], b"%d" % number), ON_A100) == RIGHT for number in range(20))
+    assert process.recorded(OTHER, ON_A100) == WRONG
+    assert all(process.recorded(variant(SPECS[0], b"%d" % number), ON_A100) == RIGHT for number in range(20))
 
 
 def _notes(first: int, barrier: object) -> None:
@@ -184,13 +184,13 @@ def test_processes_that_write_at_once_lose_nothing(overlay: Path) -> None:
         assert child.exitcode == 0
     process = anew()
     for number in range(30):
-        assert process.known(variant(SPECS[0], b"%d" % number), ON_A100) == (RIGHT if number % 3 else WRONG), number
+        assert process.recorded(variant(SPECS[0], b"%d" % number), ON_A100) == (RIGHT if number % 3 else WRONG), number
     assert len(list(overlay.glob("*.results"))) == 1
 
 
 def test_of_very_many_the_wrong_ones_stay(overlay: Path) -> None:
-    every = [variant(SPECS[0], b"%d" % number) for number in range(5)]
-    note(every[1], ON_A100, WRONG)
+    variants = [variant(SPECS[0], b"%d" % number) for number in range(5)]
+    note(variants[1], ON_A100, WRONG)
     path = path_of(ON_A100)
     assert path is not None
     head, rows = json.loads(read_checked(path) or b"")
@@ -198,10 +198,10 @@ def test_of_very_many_the_wrong_ones_stay(overlay: Path) -> None:
     write_checked(path, json.dumps([head, rows]).encode())
     self_tests.forget()
     for number in (0, 2, 3, 4):
-        note(every[number], ON_A100, RIGHT._replace(day=f"2026-01-0{2 * number + 1}"))
+        note(variants[number], ON_A100, RIGHT._replace(day=f"2026-01-0{2 * number + 1}"))
     process = anew()
-    found = [process.known(one, ON_A100) for one in every]
-    assert [one is not None for one in found] == [False, True, True, True, True]
+    results = [process.recorded(variant, ON_A100) for variant in variants]
+    assert [result is not None for result in results] == [False, True, True, True, True]
 
 
 def test_without_a_place_for_a_file_the_process_knows_it_alone(overlay: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,5 +209,5 @@ def test_without_a_place_for_a_file_the_process_knows_it_alone(overlay: Path, mo
     reload()
     assert path_of(ON_A100) is None
     note(ONE, ON_A100, WRONG)
-    assert known(ONE, ON_A100) == WRONG
-    assert known(OTHER, ON_A100) is None
+    assert recorded(ONE, ON_A100) == WRONG
+    assert recorded(OTHER, ON_A100) is None

@@ -18,10 +18,12 @@ def test_an_empty_environment() -> None:
 
 @pytest.mark.parametrize("value", ["", "0", "false", "False", "FALSE"])
 def test_off(value: str, caplog: pytest.LogCaptureFixture) -> None:
-    found = read(dict.fromkeys(("PRETUNED_STRICT", "PRETUNED_DISABLE_AUTOTUNE", "PRETUNED_DISABLE_SELF_TEST"), value))
-    assert not found.strict
-    assert not found.disable_autotune
-    assert not found.disable_self_test
+    settings = read(
+        dict.fromkeys(("PRETUNED_STRICT", "PRETUNED_DISABLE_AUTOTUNE", "PRETUNED_DISABLE_SELF_TEST"), value)
+    )
+    assert not settings.strict
+    assert not settings.disable_autotune
+    assert not settings.disable_self_test
     assert not caplog.records
 
 

@@ -20,7 +20,7 @@ GATED: tuple[str | Activation, ...] = (
 )
 
 
-def row_act(given: str | Activation, gated: bool = True, interleaved: bool = False) -> RowActivation:
+def row_act(activation: str | Activation, gated: bool = True, interleaved: bool = False) -> RowActivation:
     """An activation, by name or itself, with its place in a row."""
-    function = Activation(given) if isinstance(given, str) else given
+    function = Activation(activation) if isinstance(activation, str) else activation
     return RowActivation(function.plain, gated, interleaved)

@@ -1,4 +1,4 @@
-"""What a child process may do instead of its work."""
+"""Functions that a child process may run instead of its work."""
 
 from __future__ import annotations
 

@@ -12,25 +12,29 @@ H100 = Gpu("NVIDIA H100 80GB HBM3", 132, 81559, 12080)
 
 def able(bundle: Bundle, problem: Problem) -> list[int]:
     """The variants that a choice for ``problem`` may name, fallbacks last."""
-    found = [
+    taken = [
         i
-        for i, one in enumerate(bundle.variants)
-        if (one.op, one.dtype, one.layout, one.fusion) == (problem.op, problem.dtype, problem.layout, problem.fusion)
-        and one.max_experts >= problem.E
+        for i, variant in enumerate(bundle.variants)
+        if (variant.op, variant.dtype, variant.layout, variant.fusion)
+        == (problem.op, problem.dtype, problem.layout, problem.fusion)
+        and variant.max_experts >= problem.E
     ]
-    return sorted(found, key=lambda i: -bundle.variants[i].alignment)
+    return sorted(taken, key=lambda i: -bundle.variants[i].alignment)
 
 
 def with_twins(bundle: Bundle) -> Bundle:
     """Each aligned variant once more, after the others, as one of another config: something to choose from."""
     twins = [
-        (one._replace(config=tuple((name, 1 if name == "group_m" else value) for name, value in one.config)), cubin)
-        for one, cubin in zip(bundle.variants, bundle.cubins, strict=True)
-        if one.alignment > 1 and isinstance(one.op, Op)
+        (
+            variant._replace(config=tuple((name, 1 if name == "group_m" else value) for name, value in variant.config)),
+            cubin,
+        )
+        for variant, cubin in zip(bundle.variants, bundle.cubins, strict=True)
+        if variant.alignment > 1 and isinstance(variant.op, Op)
     ]
-    assert not {one for one, _ in twins} & set(bundle.variants)
+    assert not {variant for variant, _ in twins} & set(bundle.variants)
     return bundle._replace(
-        variants=(*bundle.variants, *(one for one, _ in twins)),
+        variants=(*bundle.variants, *(variant for variant, _ in twins)),
         cubins=(*bundle.cubins, *(cubin for _, cubin in twins)),
     )
 
@@ -47,16 +51,21 @@ def chosen(
         rows.setdefault(problem, []).append(
             Choice(bucket, index, source, time_ns, gpu=gpus.index(gpu) if gpu else None)
         )
-    made = {problem: tuple(sorted(row, key=lambda one: one.bucket)) for problem, row in rows.items()}
-    models = tuple(model._replace(problems=tuple(p for p in model.problems if p in made)) for model in bundle.models)
-    return bundle._replace(choices=made, gpus=gpus, models=tuple(model for model in models if model.problems), **fields)
+    sorted_choices = {problem: tuple(sorted(row, key=lambda choice: choice.bucket)) for problem, row in rows.items()}
+    models = tuple(
+        model._replace(problems=tuple(p for p in model.problems if p in sorted_choices)) for model in bundle.models
+    )
+    return bundle._replace(
+        choices=sorted_choices, gpus=gpus, models=tuple(model for model in models if model.problems), **fields
+    )
 
 
 def revised(bundle: Bundle, by: int = 1) -> Bundle:
-    """As if every kernel had changed: later revisions of other sources."""
+    """Return a bundle in which every kernel has changed: later revisions of other sources."""
     return bundle._replace(
         kernels=tuple(
-            Kernel(one.name, one.revision + by, bytes([by]) + one.source_sha256[1:]) for one in bundle.kernels
+            Kernel(kernel.name, kernel.revision + by, bytes([by]) + kernel.source_sha256[1:])
+            for kernel in bundle.kernels
         ),
-        variants=tuple(one._replace(revision=one.revision + by) for one in bundle.variants),
+        variants=tuple(variant._replace(revision=variant.revision + by) for variant in bundle.variants),
     )

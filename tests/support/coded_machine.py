@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from emulated_driver import H200, EmulatedGpu, Launch
-from emulated_kernels import bundle_of, made
+from emulated_kernels import bundle_of, variant_and_code
 from host_gpu import SLOTS, publish_alone
 
 from pretuned.artifacts.records import Choice, DType, Fusion, Op, Problem, RowOp, Source
@@ -51,7 +51,7 @@ IN_PLACE = tuple(
     )
     for config in STARTS_CONFIGS
 )
-SCATTERS = tuple(one._replace(fusion=Fusion.SCATTER) for one in PRODUCTS)
+SCATTERS = tuple(spec._replace(fusion=Fusion.SCATTER) for spec in PRODUCTS)
 
 
 def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -66,8 +66,8 @@ class Machine(EmulatedGpu):
     def __init__(self, folder: Path) -> None:
         super().__init__(H200)
         self.folder, self.dense = folder, dict[int, torch.Tensor]()
-        self.after |= {made(one)[0].cubin_sha256: self.multiply for one in (*PRODUCTS, *SCATTERS)}
-        self.after |= {made(one)[0].cubin_sha256: self.multiply_in_place for one in IN_PLACE}
+        self.after |= {variant_and_code(spec)[0].cubin_sha256: self.multiply for spec in (*PRODUCTS, *SCATTERS)}
+        self.after |= {variant_and_code(spec)[0].cubin_sha256: self.multiply_in_place for spec in IN_PLACE}
         self.publish()
 
     def publish(self, *, without: RowOp | None = None, quantises: bool = True, in_place: bool = False) -> None:
@@ -90,14 +90,20 @@ class Machine(EmulatedGpu):
             for index, spec in enumerate((*PRODUCTS, *SCATTERS))
             for N, K in ((2 * I, H), (I, H), (H, I))
         }
-        lists = [made(RowOpSpec(op, DType.FP32, 1), block=SLOTS) for op in (RowOp.SORT_SLOTS, RowOp.PLACE_ROWS)]
-        publish_alone(self.folder, bundle_of([*map(made, specs), *lists], choices, gpus=[H200]))
+        lists = [
+            variant_and_code(RowOpSpec(op, DType.FP32, 1), block=SLOTS) for op in (RowOp.SORT_SLOTS, RowOp.PLACE_ROWS)
+        ]
+        publish_alone(self.folder, bundle_of([*map(variant_and_code, specs), *lists], choices, gpus=[H200]))
         self.launches.clear()
 
     @property
     def ran(self) -> list[RowOp]:
         """The row kernels that were launched, but for those that list rows."""
-        return [RowOp(one.code.op) for one in self.passes if one.code.op not in (RowOp.SORT_SLOTS, RowOp.PLACE_ROWS)]
+        return [
+            RowOp(row_kernel.code.op)
+            for row_kernel in self.passes
+            if row_kernel.code.op not in (RowOp.SORT_SLOTS, RowOp.PLACE_ROWS)
+        ]
 
     def multiply(self, launch: Launch) -> None:
         words, at = launch.words, launch.addresses()
@@ -122,7 +128,7 @@ class Machine(EmulatedGpu):
             stored[~there] = 0
 
     def multiply_in_place(self, launch: Launch) -> None:
-        """As kernels/hopper_w8a8_block/starts.py says; x's scales are read at their strides."""
+        """Multiply like kernels/hopper_w8a8_block/starts.py; x's scales are read at their strides."""
         words, at = launch.words, launch.addresses()
         M, N, K, G, room, E = words["M"], words["N"], words["K"], words["K"] // 128, words["room"], words["E"]
         w = self.values_of(at, E, N, K)
@@ -161,7 +167,7 @@ class Machine(EmulatedGpu):
     def layer(self, gated: bool, format: str = "fp8_block") -> tuple[ExpertWeights, ExpertWeights]:
         """Prepared weights, whose values the GPU knows."""
         up, down = layer_of(gated, format)
-        self.dense |= {one.codes.data_ptr(): one.dequantize(torch.float32) for one in (up, down)}
+        self.dense |= {packed.codes.data_ptr(): packed.dequantize(torch.float32) for packed in (up, down)}
         return up, down
 
 

@@ -29,7 +29,7 @@ SPECS = [
     Spec(DW, BF16, TMA._replace(block_m=32)),
     Spec(FORWARD, BF16, ONE_TILE._replace(loads=Loads.TMA)),
     Spec(DX, DType.TF32, TMA._replace(block_k=32)),  # w through registers
-    *(RowOpSpec(one, BF16) for one in MAKES_CODES),  # of e4m3, which 8.0 has not
+    *(RowOpSpec(op, BF16) for op in MAKES_CODES),  # of e4m3, which 8.0 has not
     Spec(DX, DType.FP8_BLOCK_A16, CODED),  # codes in order
 ]
 BOTH = Config(128, 256, 64, 8, 2, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
@@ -85,7 +85,7 @@ OLDER = [
         Spec(op, dtype, CODED, Layout.STORED)
         for op, dtype in ((FORWARD, DType.MXFP4), (DX, DType.INT4_G32_ZP), (FORWARD, DType.FP8_CHANNEL_A16))
     ),
-    *(RowOpSpec(one, BF16) for one in RowOp if one not in (*MAKES_CODES, *WEIGHT_OPS)),
+    *(RowOpSpec(op, BF16) for op in RowOp if op not in (*MAKES_CODES, *WEIGHT_OPS)),
     RowOpSpec(RowOp.QUANTIZE_WEIGHTS, DType.FP8_BLOCK),
     RowOpSpec(RowOp.DEQUANTIZE_WEIGHTS, DType.INT4_G128_ZP),
     RowOpSpec(RowOp.MOVE_CODES, DType.MXFP4),
@@ -97,9 +97,9 @@ BY_CODES = [  # where a GPU multiplies e4m3; on 10.0 by tcgen05, whose tiles hav
 ]
 
 if __name__ == "__main__":
-    every = [(90, SPECS), (90, SPECIALISED), (80, OLDER), (100, BY_CODES), (120, BY_CODES[:1]), (89, BY_CODES[1:])]
-    every += [(90, BY_NIGHT), (120, BY_CODES[1:]), (89, BY_CODES[:1])] if "--night" in sys.argv else []
-    for sm, specs in every:
+    builds = [(90, SPECS), (90, SPECIALISED), (80, OLDER), (100, BY_CODES), (120, BY_CODES[:1]), (89, BY_CODES[1:])]
+    builds += [(90, BY_NIGHT), (120, BY_CODES[1:]), (89, BY_CODES[:1])] if "--night" in sys.argv else []
+    for sm, specs in builds:
         for spec in specs:
             if reason := unable(spec):
                 print(f"{spec}: {reason}", flush=True)

@@ -1,4 +1,4 @@
-"""What Triton compiles for a variant: the text of each stage."""
+"""The output of Triton for a variant: the text of each stage."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MOST_SPILLED_BYTES = 64
 
 
 def keep_compiled(patch: pytest.MonkeyPatch) -> list[Any]:
-    """What Triton compiles from now on, in order: ``asm`` has each stage's text, after pretuned's rewrites."""
+    """Return a list of all later compilations, in order: ``asm`` has each stage's text, after pretuned's rewrites."""
     kept: list[Any] = []
     compile_ = triton.compile
 
-    def compiles(*given: Any, **how: Any) -> Any:
-        kept.append(compile_(*given, **how))
+    def compiles(*args: Any, **how: Any) -> Any:
+        kept.append(compile_(*args, **how))
         return kept[-1]
 
     patch.setattr(triton, "compile", compiles)
@@ -43,7 +43,10 @@ def ptx_for_hopper(patch: pytest.MonkeyPatch, spec: Spec, maps: Mapping[str, tup
     assert registry.unlaunchable(variant) is None
     assert registry.undeclared(variant, arch_of(90).limits) is None
     assert variant.shared_bytes >= shared_bytes_at_least(spec.op, spec.dtype, spec.config, 90)
-    found = {one.argument: (one.element, one.box, one.swizzle) for one in variant.tensor_maps}
-    assert found == {name: (maps[name][0], box, maps[name][1]) for name, box in registry.boxes(spec).items()}
+    boxes = {
+        tensor_map.argument: (tensor_map.element, tensor_map.box, tensor_map.swizzle)
+        for tensor_map in variant.tensor_maps
+    }
+    assert boxes == {name: (maps[name][0], box, maps[name][1]) for name, box in registry.boxes(spec).items()}
     text: str = kept[0].asm["ptx"]
     return text

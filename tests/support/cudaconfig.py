@@ -27,7 +27,7 @@ class LaunchConfig(ctypes.Structure):
 
 
 class Launch(NamedTuple):
-    """What cuLaunchKernelEx was given; ``pointers`` is the address of the addresses of the parameters."""
+    """The arguments of cuLaunchKernelEx; ``pointers`` is the address of the addresses of the parameters."""
 
     config: int
     handle: int

@@ -139,20 +139,24 @@ class Launch(NamedTuple):
 
     def addresses(self) -> dict[str, int]:
         """The words, of a descriptor the address."""
-        return {name: one.address if isinstance(one, Descriptor) else one or 0 for name, one in self.words.items()}
+        return {name: word.address if isinstance(word, Descriptor) else word or 0 for name, word in self.words.items()}
 
     @property
     def descriptors(self) -> dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]]:
         """Address, sizes, and strides in elements, of the words that are descriptors."""
-        found = {name: one for name, one in self.words.items() if isinstance(one, Descriptor)}
+        descriptors = {name: word for name, word in self.words.items() if isinstance(word, Descriptor)}
         return {
-            name: (one.address, one.sizes, tuple(stride // ELEMENT_BYTES[one.element] for stride in one.strides))
-            for name, one in found.items()
+            name: (
+                descriptor.address,
+                descriptor.sizes,
+                tuple(stride // ELEMENT_BYTES[descriptor.element] for stride in descriptor.strides),
+            )
+            for name, descriptor in descriptors.items()
         }
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Those of the words that are descriptors."""
-        return {name: one.sizes for name, one in self.words.items() if isinstance(one, Descriptor)}
+        """Return the sizes of each descriptor."""
+        return {name: word.sizes for name, word in self.words.items() if isinstance(word, Descriptor)}
 
 
 def _words(code: Code, launched: Launched) -> dict[str, Any]:
@@ -192,7 +196,7 @@ class EmulatedGpu:
         self.raises: list[Exception] = []
         self.idle: frozenset[Op | RowOp] = frozenset()
         self.after: dict[bytes, Callable[[Launch], None]] = {}
-        self.known: dict[bytes, Variant] = {}  # real cubins, by their bytes' digest
+        self.real_cubins: dict[bytes, Variant] = {}  # real cubins, by their bytes' digest
         self.launches: list[Launch] = []
         self.encoded: list[Descriptor] = []
         self.loads: list[Code] = []
@@ -207,7 +211,7 @@ class EmulatedGpu:
 
     @property
     def loaded(self) -> list[Loaded]:
-        """What was loaded, in order."""
+        """Return the loaded kernels, in order."""
         return list(self._loaded.values())
 
     @property
@@ -219,22 +223,22 @@ class EmulatedGpu:
         """Have it load the cubins of these bundles."""
         for path in paths:
             with open_bundle(path) as bundle:
-                self.known |= {one.cubin_sha256: one for one in bundle.variants()}
+                self.real_cubins |= {variant.cubin_sha256: variant for variant in bundle.variants()}
 
     def load(self, spec: Spec | RowOpSpec) -> LoadedKernel:
         """A kernel of ``emulated_kernels.py``, loaded."""
-        variant, cubin = emulated_kernels.made(spec, self.sm)
+        variant, cubin = emulated_kernels.variant_and_code(spec, self.sm)
         return load_kernel(variant, cubin, 0, self.gpu.sm_count, "a test")
 
     @property
     def products(self) -> list[Launch]:
         """The launches of products."""
-        return [one for one in self.launches if isinstance(one.code.op, Op)]
+        return [launch for launch in self.launches if isinstance(launch.code.op, Op)]
 
     @property
     def passes(self) -> list[Launch]:
         """The launches of row kernels."""
-        return [one for one in self.launches if isinstance(one.code.op, RowOp)]
+        return [launch for launch in self.launches if isinstance(launch.code.op, RowOp)]
 
     # torch's side
 
@@ -301,23 +305,25 @@ class EmulatedGpu:
         return 0
 
     def cuModuleLoadData(self, module: int, image: int) -> int:
-        found = code_at(image)
-        if found is None:
-            found = self._real(image)
-        if found is None:
+        code = code_at(image)
+        if code is None:
+            code = self._real(image)
+        if code is None:
             return 200
         handle = 1 + len(self._loaded)
-        self._loaded[handle] = Loaded(*found)
-        self.loads.append(found[0])
+        self._loaded[handle] = Loaded(*code)
+        self.loads.append(code[0])
         self.on_load()
         return _put(module, handle, c_void_p)
 
     def _real(self, image: int) -> tuple[Code, bytes] | None:
-        one = self.known.get(hashlib.sha256(ctypes.string_at(image, elf_bytes(image))).digest())
-        if one is None:
+        variant = self.real_cubins.get(hashlib.sha256(ctypes.string_at(image, elf_bytes(image))).digest())
+        if variant is None:
             return None
-        code = Code(one.op, one.dtype, one.layout, one.fusion, one.config, one.arguments, one.entry)
-        return code, one.cubin_sha256
+        code = Code(
+            variant.op, variant.dtype, variant.layout, variant.fusion, variant.config, variant.arguments, variant.entry
+        )
+        return code, variant.cubin_sha256
 
     def cuModuleGetFunction(self, function: int, module: int, name: int) -> int:
         if ctypes.string_at(name).decode() != self._loaded[module].code.entry:
@@ -348,7 +354,7 @@ class EmulatedGpu:
         promotion: int,
         fill: int,
     ) -> int:
-        given = [
+        arrays = [
             list((kind * n).from_address(where))
             for kind, n, where in (
                 (ctypes.c_uint64, rank, sizes),
@@ -357,13 +363,13 @@ class EmulatedGpu:
                 (ctypes.c_uint32, rank, steps),
             )
         ]
-        if map % 64 or rank > 5 or interleave or fill or set(given[3]) != {1}:
+        if map % 64 or rank > 5 or interleave or fill or set(arrays[3]) != {1}:
             return 1
-        filled = [one + [0] * (n - len(one)) for one, n in zip(given[:3], (5, 4, 5), strict=True)]
-        made = _MAP.pack(address or 0, *filled[0], *filled[1], *filled[2], kind, rank, swizzle, promotion)
+        filled = [values + [0] * (n - len(values)) for values, n in zip(arrays[:3], (5, 4, 5), strict=True)]
+        encoded = _MAP.pack(address or 0, *filled[0], *filled[1], *filled[2], kind, rank, swizzle, promotion)
         again = (address or 0) if self.repeats_addresses else 0
-        ctypes.memmove(map, made.ljust(120, b"\0") + again.to_bytes(8, "little"), 128)
-        self.encoded.append(Descriptor.read(made))  # type: ignore[arg-type]
+        ctypes.memmove(map, encoded.ljust(120, b"\0") + again.to_bytes(8, "little"), 128)
+        self.encoded.append(Descriptor.read(encoded))  # type: ignore[arg-type]
         return 0
 
     def cuLaunchKernelEx(self, config: int, function: int, parameters: int, extra: int | None) -> int:
@@ -372,9 +378,9 @@ class EmulatedGpu:
             return 1
         if not self.contexts:
             return 201
-        given = Launched(config, function, parameters)
-        words = _words(loaded.code, given)
-        launch = Launch(*loaded, how.grid_x, how.block_x, how.stream or 0, words, given)
+        launched = Launched(config, function, parameters)
+        words = _words(loaded.code, launched)
+        launch = Launch(*loaded, how.grid_x, how.block_x, how.stream or 0, words, launched)
         self.launches.append(launch)
         if loaded.digest in self.refuses:
             return self.refuses[loaded.digest]
@@ -385,10 +391,10 @@ class EmulatedGpu:
         return 0
 
     def cuMemAlloc_v2(self, memory: int, size: int) -> int:
-        made = (ctypes.c_char * (size + 256)).from_buffer(bytearray(b"\xff" * (size + 256)))
-        self._memory.append(made)
+        buffer = (ctypes.c_char * (size + 256)).from_buffer(bytearray(b"\xff" * (size + 256)))
+        self._memory.append(buffer)
         self.allocated.append(size)
-        return _put(memory, ctypes.addressof(made) + 255 & ~255, c_void_p)
+        return _put(memory, ctypes.addressof(buffer) + 255 & ~255, c_void_p)
 
     def cuMemsetD8Async(self, at: int, value: int, size: int, stream: int) -> int:
         ctypes.memset(at, value, size)
@@ -422,7 +428,7 @@ def _put(where: int, value: int, kind: Any = c_int) -> int:
 
 
 class Library:
-    """What ``ctypes.CDLL("libcuda.so.1")`` returns: functions that C could call."""
+    """The result of ``ctypes.CDLL("libcuda.so.1")``: functions that C could call."""
 
     def __init__(self, gpu: EmulatedGpu) -> None:
         self._gpu = gpu
@@ -435,11 +441,11 @@ class Library:
     def _guarded(self, name: str) -> Callable[..., int]:
         function = getattr(self._gpu, name)
 
-        def call(*given: Any) -> int:
+        def call(*args: Any) -> int:
             if name in self._gpu.fails:
                 return self._gpu.fails[name]
             try:
-                return int(function(*given))
+                return int(function(*args))
             except BaseException as error:  # C can't raise
                 self._gpu.errors.append(error)
                 return 999
@@ -501,8 +507,8 @@ def _torch_cuda(gpu: EmulatedGpu) -> dict[str, Any]:
             gpu.current = before
 
     @contextlib.contextmanager
-    def stream(one: _Stream) -> Iterator[None]:
-        before, gpu.stream = gpu.stream, one.cuda_stream
+    def stream(current: _Stream) -> Iterator[None]:
+        before, gpu.stream = gpu.stream, current.cuda_stream
         try:
             yield
         finally:
@@ -547,10 +553,10 @@ def host_memory_for_cuda() -> torch.library.Library:
     host, library = torch.device("cpu"), torch.library.Library("_", "IMPL")
 
     def on_host(operator: Any, *args: Any, **kwargs: Any) -> Any:
-        def moved(one: Any) -> Any:
-            return host if isinstance(one, torch.device) and one.type == "cuda" else one
+        def moved(value: Any) -> Any:
+            return host if isinstance(value, torch.device) and value.type == "cuda" else value
 
-        return operator(*map(moved, args), **{name: moved(one) for name, one in kwargs.items()})
+        return operator(*map(moved, args), **{name: moved(value) for name, value in kwargs.items()})
 
     library.fallback(on_host, "CUDA")
     return library
@@ -577,9 +583,9 @@ def install(patch: pytest.MonkeyPatch, gpu: EmulatedGpu) -> None:
 
 
 def forget() -> None:
-    """What the runtime keeps of a driver."""
-    for one in KEPT:
-        one.cache_clear()
+    """Clear what the runtime caches of a driver."""
+    for name in KEPT:
+        name.cache_clear()
     driver_device.devices.clear()
 
 

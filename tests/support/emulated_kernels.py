@@ -59,7 +59,7 @@ _HEADER_BYTES = 64
 
 
 class Code(NamedTuple):
-    """What a cubin is compiled for."""
+    """The spec that a cubin is compiled for."""
 
     op: Op | RowOp
     dtype: DType
@@ -92,7 +92,7 @@ def code_at(image: int) -> tuple[Code, bytes] | None:
     except ValueError:
         return None
     pairs = tuple(map(tuple, config)), tuple(map(tuple, arguments))
-    kind = RowOp(op) if op in {one.value for one in RowOp} else Op(op)
+    kind = RowOp(op) if op in {op.value for op in RowOp} else Op(op)
     return Code(kind, DType(dtype), Layout(layout), Fusion(fusion), *pairs, entry), hashlib.sha256(whole).digest()
 
 
@@ -108,7 +108,7 @@ def _map(dtype: DType, name: str, box: Sequence[int]) -> TensorMap:
 
 
 @functools.lru_cache(maxsize=4096)
-def made(
+def variant_and_code(
     spec: Spec | RowOpSpec, sm: int = 90, tag: str = "", block: int | None = None, max_experts: int | None = None
 ) -> tuple[Variant, bytes]:
     """A variant and its cubin. ``block`` and ``max_experts`` are a row kernel's, if they are not the contract's."""
@@ -160,19 +160,19 @@ def bundle_of(
 ) -> Bundle:
     """A bundle of these variants, in this order."""
     pairs = tuple(variants)
-    kernels = {one.kernel: one.revision for one, _ in pairs}
-    made = Bundle(
+    kernels = {variant.kernel: variant.revision for variant, _ in pairs}
+    bundle = Bundle(
         Target(sm, sm >= 90),
         min_driver,
         Producer("0.1.0", "3.7.1", "12.8.93", ()),
         tuple(Kernel(name, kernels[name], hashlib.sha256(name.encode()).digest()) for name in sorted(kernels)),
         tuple(gpus),
-        tuple(one for one, _ in pairs),
+        tuple(value for value, _ in pairs),
         tuple(image for _, image in pairs),
         {problem: tuple(rows) for problem, rows in (choices or {}).items()},
         (),
     )
-    return with_plans(made)
+    return with_plans(bundle)
 
 
 def write(path: Path, variants: Iterable[tuple[Variant, bytes]], *args: Any, **how: Any) -> Path:
@@ -229,7 +229,7 @@ class Memory(NamedTuple):
 
 def counts_at(address: int, E: int, step: int) -> list[int]:
     """The rows of each expert: a count below zero is none."""
-    return [max(one, 0) for one in at(address, E, ctypes.c_int32 if step == 1 else ctypes.c_int64).tolist()]
+    return [max(size, 0) for size in at(address, E, ctypes.c_int32 if step == 1 else ctypes.c_int64).tolist()]
 
 
 def compute_rows(code: Code, words: Mapping[str, int], sizes: Mapping[str, tuple[int, ...]]) -> None:
@@ -256,8 +256,8 @@ def compute_rows(code: Code, words: Mapping[str, int], sizes: Mapping[str, tuple
             at_w = w + size * g * words["stride_w_e"]
             _, *there = sizes.get("w", (E, K if kn else N, N if kn else K))
             matrix = np.zeros((K, N), np.float32)
-            found = memory.rows(at_w, *there, words["stride_w_row"])
-            matrix[: there[not kn], : there[kn]] = found if kn else found.T
+            rows = memory.rows(at_w, *there, words["stride_w_row"])
+            matrix[: there[not kn], : there[kn]] = rows if kn else rows.T
             lines = [memory.read(x + size * int(i) * words["stride_x_m"], K) for i in source]
             values = (np.stack(lines) if lines else np.zeros((0, K), np.float32)) @ matrix
             if low:

@@ -1,4 +1,4 @@
-"""What stands where a GPU would measure: bundles with made-up code and times, and a count of the calls."""
+"""A stand-in for a GPU that measures: bundles with made-up code and times, and a count of the calls."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def bundle(
         for problem in problems:
             rows = planned.buckets[problem]
             ns = 5000 if family.dtype.quantises_x else plain_ns
-            choices[problem] = tuple(Choice(one, number[family], source, ns, gpu=at) for one in rows)
-    names = sorted({(one.kernel, one.revision) for one in variants})
-    made = Bundle(
+            choices[problem] = tuple(Choice(bucket, number[family], source, ns, gpu=at) for bucket in rows)
+    names = sorted({(variant.kernel, variant.revision) for variant in variants})
+    bundle = Bundle(
         Target(sm, sm >= 90),
         12080,
         Producer("0.1.0", "3.7.1", "12.8", ()),
@@ -93,7 +93,7 @@ def bundle(
         choices,
         planned.models,
     )
-    return with_plans(made)
+    return with_plans(bundle)
 
 
 class Counted:
@@ -110,7 +110,7 @@ class Counted:
 
     @property
     def calls(self) -> int:
-        """How often anybody measured."""
+        """Return the number of measurements."""
         return len(self.log.read_text().splitlines()) if self.log.exists() else 0
 
 

@@ -25,7 +25,7 @@ def greet(setup: Setup) -> WorkerInfo:
 
 
 def introduced(setup: Setup) -> WorkerInfo:
-    """Who it is, and what it was set up with."""
+    """Return the worker's name and its setup."""
     return WorkerInfo(90, H200, (str(os.getpid()), setup.candidates, setup.digest.hex(), str(setup.device)))
 
 
@@ -56,9 +56,9 @@ def run(setup: Setup, job: MeasureJob) -> MeasureResult:
             sha = bundle.variant(job.plain).cubin_sha256
             plain = sha, (time_ns(MeasureJob(product, job.bucket, ()), sha),) * 2
     timings = tuple(Timing(sha, (time_ns(job, sha),) * 2, 0.001, 20, 0.0017) for sha in shas)
-    fastest = min(timings, key=lambda one: one.time_ns)
-    ran = [one for one, i in zip(timings, job.contenders, strict=True) if i in job.incumbents]
-    held = min(ran, key=lambda one: one.time_ns, default=timings[0])
+    fastest = min(timings, key=lambda value: value.time_ns)
+    ran = [timing for timing, i in zip(timings, job.contenders, strict=True) if i in job.incumbents]
+    held = min(ran, key=lambda value: value.time_ns, default=timings[0])
     duel = None
     if fastest.variant != held.variant:
         ratio = round(fastest.time_ns / held.time_ns, 5)
@@ -68,11 +68,11 @@ def run(setup: Setup, job: MeasureJob) -> MeasureResult:
 
 def steady(setup: Setup, job: MeasureJob) -> MeasureResult:
     """Looked at again, in more rounds, all take the same time."""
-    found = run(setup, job).measured
-    if not job.again or found is None:
+    record = run(setup, job).measured
+    if not job.again or record is None:
         raise AssertionError(f"{job} is no second look")
-    timings = tuple(Timing(one.variant, (12_000, 12_000), 0.0005, 60, one.error) for one in found.timings)
-    return MeasureResult(replace(found, timings=timings, duel=None))
+    timings = tuple(Timing(timing.variant, (12_000, 12_000), 0.0005, 60, timing.error) for timing in record.timings)
+    return MeasureResult(replace(record, timings=timings, duel=None))
 
 
 def unable(setup: Setup, job: MeasureJob) -> MeasureResult:
@@ -166,9 +166,9 @@ _cells: dict[tuple[Problem, int], int] = {}  # that this process has measured, b
 
 def one_alone_at_first(setup: Setup, job: MeasureJob) -> MeasureResult:
     """Of every other cell the first job times one contender alone."""
-    known = (job.problem, job.bucket) in _cells
+    seen = (job.problem, job.bucket) in _cells
     order = _cells.setdefault((job.problem, job.bucket), len(_cells))
-    return run(setup, job if known or order % 2 else replace(job, contenders=job.contenders[:1]))
+    return run(setup, job if seen or order % 2 else replace(job, contenders=job.contenders[:1]))
 
 
 def lost(setup: Setup) -> WorkerInfo:
@@ -184,7 +184,7 @@ def without_cuda(setup: Setup) -> WorkerInfo:
 
 
 def lost_with_an_error(setup: Setup) -> WorkerInfo:
-    """As ``lost``, but CUDA says so."""
+    """End like ``lost``, with a CUDA error."""
     if Path(f"{setup.candidates}.died").exists():
         raise RuntimeError("CUDA error: device unavailable\nmore of it")
     return greet(setup)

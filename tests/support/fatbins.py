@@ -9,7 +9,7 @@ PTX, CUBIN, ZSTD = 1, 2, 0x8000
 
 
 def element(tool: ModuleType, kind: int, arch: int, code: bytes, *, pressed: bool = True) -> bytes:
-    """As nvcc writes one."""
+    """Return an element like nvcc writes one."""
     payload = tool.Zstd().press(code, 19) if pressed else code
     padded = -(-len(payload) // 8) * 8
     head = struct.pack("<HHIQIII", kind, 0x0101, 64, padded, len(payload) if pressed else 0, 0, 0x10008)
@@ -21,8 +21,8 @@ def element(tool: ModuleType, kind: int, arch: int, code: bytes, *, pressed: boo
 def module(*containers: list[bytes]) -> bytes:
     """An ELF file with a section of these, some bytes before and behind."""
     laid = b""
-    for one in containers:
-        body = b"".join(one)
+    for container in containers:
+        body = b"".join(container)
         laid += struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
     names = b"\0.nv_fatbin\0.shstrtab\0"
     start = 64 + 8

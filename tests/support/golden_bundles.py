@@ -88,7 +88,7 @@ def medium(problems: int = 12, variants: int = 6, buckets: int = 8, seed: int = 
     ]
     keys = keys[: max(1, variants // 2)]
     cubins = tuple(ELF + rng.randbytes(rng.randrange(cubin_bytes // 2, cubin_bytes)) for _ in range(variants))
-    made = tuple(
+    first_variants = tuple(
         variant(cubin, keys[i % len(keys)][0], keys[i % len(keys)][1], fusion=keys[i % len(keys)][2])
         for i, cubin in enumerate(cubins)
     )
@@ -122,7 +122,7 @@ def medium(problems: int = 12, variants: int = 6, buckets: int = 8, seed: int = 
         Producer("0.1.0", "3.7.1", "12.9.86", ("enable_fp_fusion=True",)),
         tuple(kernel(op) for op in Op),
         (Gpu("NVIDIA H200", 132, 143771, 12080), Gpu("NVIDIA H100 80GB HBM3", 132, 81559, 12080)),
-        made,
+        first_variants,
         cubins,
         choices,
         tuple(Model(f"org/model-{i}", 1 << i % 3, 1, 1 + i, DType.BF16, listed[i::4]) for i in range(4)),
@@ -138,7 +138,7 @@ def edges() -> Bundle:
     """Every number at one of its ends, every enum's last value, names of the greatest length; and nothing optional."""
     cubin = ELF + bytes(300)
     long = "a" * 200
-    made = variant(
+    scan = variant(
         cubin,
         Op.DW,
         DType.TF32,
@@ -159,14 +159,14 @@ def edges() -> Bundle:
         spill_bytes=2**31 - 1,
         scratch_bytes=2**31 - 1,
     )
-    problem = Problem(Op.DW, DType.TF32, 65536, 2**31 - 1, 2**31 - 1, Layout.KN, made.fusion, 65536)
+    problem = Problem(Op.DW, DType.TF32, 65536, 2**31 - 1, 2**31 - 1, Layout.KN, scan.fusion, 65536)
     return Bundle(
         Target(9999, True),
         2**31 - 1,
         Producer("", " ~" * 100, "", ("",) * 64),
         (Kernel(long, 2**31 - 1, bytes(32)),),
         (Gpu("N" * 200, 2**31 - 1, 2**31 - 1, 2**31 - 1),),
-        (made,),
+        (scan,),
         (cubin,),
         {problem: tuple(Choice(1 << i, 0, Source.MEASURED, 2**53 - 1, None, None, 0) for i in range(32))},
         (Model("a/b/c", 2**31 - 1, 2**31 - 1, 65536, DType.TF32, (problem, problem)),),
@@ -178,9 +178,9 @@ def gpus() -> Bundle:
     bundle = medium(problems=2, variants=4, buckets=3, seed=2)
     rows = {}
     for problem, row in bundle.choices.items():
-        one, two, three = (choice._replace(source=Source.MEASURED, gpu=0) for choice in row)
-        guess = one._replace(source=Source.MODELLED, gpu=None)
-        rows[problem] = (guess, one, one._replace(time_ns=one.time_ns + 1, gpu=1), two, three._replace(gpu=1))
+        first, two, three = (choice._replace(source=Source.MEASURED, gpu=0) for choice in row)
+        guess = first._replace(source=Source.MODELLED, gpu=None)
+        rows[problem] = (guess, first, first._replace(time_ns=first.time_ns + 1, gpu=1), two, three._replace(gpu=1))
     return bundle._replace(choices=rows)
 
 
@@ -196,7 +196,7 @@ def plans() -> Bundle:
         (DType.FP8_BLOCK, Fusion.NONE),
     )
     cubins = tuple(ELF + bytes([i]) * 50 for i in range(len(kinds)))
-    made = tuple(
+    variants = tuple(
         variant(cubin, dtype=dtype, fusion=fusion) for cubin, (dtype, fusion) in zip(cubins, kinds, strict=True)
     )
     first = PlanRow(Way.ROWS_FIRST, False, 2, 1), PlanRow(Way.ROWS_FIRST, True, 6, 1)
@@ -212,7 +212,7 @@ def plans() -> Bundle:
         Producer("0.1.0", "3.7.1", "12.9.86", ()),
         (kernel(Op.FORWARD),),
         (Gpu("NVIDIA H200", 132, 143771, 12080),),
-        made,
+        variants,
         cubins,
         {
             gathers: (

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import pytest
 import torch
 from emulated_driver import H200, EmulatedGpu
-from emulated_kernels import Code, bundle_of, made
+from emulated_kernels import Code, bundle_of, variant_and_code
 
 from pretuned.artifacts.codec import encode
 from pretuned.artifacts.packed import pack
@@ -48,24 +48,24 @@ def specs(there: Iterable[Kind], dtype: DType, config: Config) -> list[tuple[Spe
 
     They are for weights [E, N, K]. dX's are also the forward's of weights [E, K, N], and the other way round.
     """
-    found: list[tuple[Spec | RowOpSpec, int | None]] = []
-    for one in sorted(there, key=str):
-        if isinstance(one, RowOp):
-            alignments = {RowOp.PLACE_ROWS: (1,), RowOp.SORT_SLOTS: (1,), RowOp.CLEAR: (16,)}.get(one, (16, 1))
-            kind = DType.FP32 if one in WITHOUT_DTYPE else dtype
-            found += [(RowOpSpec(one, kind, alignment), _BLOCKS.get(one)) for alignment in alignments]
+    listed: list[tuple[Spec | RowOpSpec, int | None]] = []
+    for kernel in sorted(there, key=str):
+        if isinstance(kernel, RowOp):
+            alignments = {RowOp.PLACE_ROWS: (1,), RowOp.SORT_SLOTS: (1,), RowOp.CLEAR: (16,)}.get(kernel, (16, 1))
+            kind = DType.FP32 if kernel in WITHOUT_DTYPE else dtype
+            listed += [(RowOpSpec(kernel, kind, alignment), _BLOCKS.get(kernel)) for alignment in alignments]
             continue
-        op, fusion = one
+        op, fusion = kernel
         own = PERSISTENT if op is Op.DW and config.schedule.warp_specialized else config
         own = SPECIALIZED if Fusion.SILU in fusion else own  # the only code of it, for half precision
         layouts = (Layout.NK, Layout.KN) if Fusion.SILU in fusion else (Layout.NK,)
-        found += [
+        listed += [
             (Spec(op, dtype, own, layout, fusion, alignment), None)
             for alignment in (16, 1)
             for layout in layouts
             if alignment == 16 or own.loads is Loads.POINTER
         ]
-    return found
+    return listed
 
 
 @functools.lru_cache(maxsize=64)
@@ -73,25 +73,25 @@ def bundle_bytes(
     there: frozenset[Kind], dtype: DType, config: Config, times: frozenset[tuple[Problem, float]] = frozenset()
 ) -> bytes:
     """A bundle of these kinds; ``times`` in us are measured choices of an H200, of any number of rows up to 1,024."""
-    every = specs(there, dtype, config)
+    listed = specs(there, dtype, config)
     choices = {}
     for problem, time_us in times:
         kind = problem.op, problem.layout, problem.fusion, 16
         index = next(
             i
-            for i, (one, _) in enumerate(every)
-            if isinstance(one, Spec) and (one.op, one.layout, one.fusion, one.alignment) == kind
+            for i, (spec, _) in enumerate(listed)
+            if isinstance(spec, Spec) and (spec.op, spec.layout, spec.fusion, spec.alignment) == kind
         )
         buckets = sorted({bucket_of(M) for M in range(1, 1025)})
-        choices[problem] = [Choice(one, index, Source.MEASURED, int(1e3 * time_us), gpu=0) for one in buckets]
+        choices[problem] = [Choice(bucket, index, Source.MEASURED, int(1e3 * time_us), gpu=0) for bucket in buckets]
     gpus = [H200] if times else []
-    return encode(bundle_of([made(spec, block=block) for spec, block in every], choices, gpus=gpus))
+    return encode(bundle_of([variant_and_code(spec, block=block) for spec, block in listed], choices, gpus=gpus))
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was warned of, but for shipped bundles, which the emulated driver is too old for."""
-    found = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
-    return [one for one in found if not one.startswith("pretuned: skipping ")]
+    """Return the warnings, except those of shipped bundles, which the emulated driver is too old for."""
+    messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [message for message in messages if not message.startswith("pretuned: skipping ")]
 
 
 def publish_alone(folder: Path, bundle: Bundle) -> None:
@@ -150,7 +150,7 @@ class Device(EmulatedGpu):
         self, ops: Iterable[Op], *sizes: tuple[int, int], buckets: Iterable[int] = (1, 2, 4, 8, 16, 32)
     ) -> None:
         """Have it measured that torch's grouped_mm is faster for these ops, of these N and K and numbers of rows."""
-        every = specs(self._there, self._dtype, self._config)
+        listed = specs(self._there, self._dtype, self._config)
         choices = {}
         for op, (N, K) in itertools.product(ops, sizes):
             problem = Problem(op, self._dtype, E, N, K, self.layout)
@@ -159,23 +159,25 @@ class Device(EmulatedGpu):
             kind = named.op, named.fusion, 16
             index = next(
                 i
-                for i, (one, _) in enumerate(every)
-                if isinstance(one, Spec) and (one.op, one.fusion, one.alignment) == kind
+                for i, (spec, _) in enumerate(listed)
+                if isinstance(spec, Spec) and (spec.op, spec.fusion, spec.alignment) == kind
             )
             choices[named] = [
-                Choice(one, index, Source.MEASURED, 10_000, gpu=0, torch_ns=5_000) for one in sorted(buckets)
+                Choice(bucket, index, Source.MEASURED, 10_000, gpu=0, torch_ns=5_000) for bucket in sorted(buckets)
             ]
-        self.publish(encode(bundle_of([made(spec, block=block) for spec, block in every], choices, gpus=[H200])))
+        self.publish(
+            encode(bundle_of([variant_and_code(spec, block=block) for spec, block in listed], choices, gpus=[H200]))
+        )
 
     def gathers_first(self, *sizes: tuple[int, int]) -> None:
         """Have it measured that a row kernel and the plain product are faster, of these N and K."""
         times = {Fusion.NONE: 1.0, Fusion.GATHER: 1000.0}
-        self.measures({(op, one): us for op in (Op.FORWARD, Op.DX) for one, us in times.items()}, *sizes)
+        self.measures({(op, fusion): us for op in (Op.FORWARD, Op.DX) for fusion, us in times.items()}, *sizes)
 
     @property
     def launched(self) -> list[tuple[Op, Fusion]]:
         """The products that were launched, of weights in ``layout``: dX of one layout is the forward's of the other."""
-        return [(self._op_of(one.code), one.code.fusion) for one in self.products]
+        return [(self._op_of(launch.code), launch.code.fusion) for launch in self.products]
 
     def _op_of(self, code: Code) -> Op:
         if code.op is Op.DW:
@@ -197,7 +199,7 @@ class Device(EmulatedGpu):
         return [op for op in self._ops() if op is RowOp.CLEAR]
 
     def _ops(self) -> list[RowOp]:
-        return [one.code.op for one in self.passes if isinstance(one.code.op, RowOp)]
+        return [row_kernel.code.op for row_kernel in self.passes if isinstance(row_kernel.code.op, RowOp)]
 
 
 def install_candidates_bundle(patch: pytest.MonkeyPatch, folder: Path, bundle: bytes) -> None:
@@ -227,7 +229,7 @@ class Replay(NamedTuple):
     run: dict[str, Any]
 
     def is_of(self, program: Any) -> bool:
-        """Whether it is this one."""
+        """Return True if the program is this one."""
         return program.run.__globals__ is self.run
 
 
@@ -267,19 +269,19 @@ def tensors(
     }
 
 
-def ran(form: dict[str, Any], given: dict[str, torch.Tensor | None], wide: bool) -> tuple[torch.Tensor, ...]:
+def ran(form: dict[str, Any], inputs: dict[str, torch.Tensor | None], wide: bool) -> tuple[torch.Tensor, ...]:
     ids = torch.randint(-1, E + 1, (T, TOPK), generator=torch.Generator().manual_seed(5))  # some on other ranks
     routing = sort_routing(ids, E)
     kind = torch.int64 if wide else torch.int32
     y = grouped_gemm(
-        **given,
+        **inputs,
         m_sizes=routing.m_sizes.to(kind),
         topk=TOPK,
         gather_indices=routing.gather_indices.to(kind),
-        fuse_mul_post=given["topk_weights"] is not None,
+        fuse_mul_post=inputs["topk_weights"] is not None,
         zero_tail=True,
         **form,
     )
-    check_tensors = [tensor for tensor in given.values() if tensor is not None]
+    check_tensors = [tensor for tensor in inputs.values() if tensor is not None]
     dy = torch.linspace(-1, 1, y.numel()).view_as(y)
     return y, *torch.autograd.grad(y, check_tensors, dy)

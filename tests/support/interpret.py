@@ -29,7 +29,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 
 @triton.jit
 def ask(part, m_sizes, m_sizes_step, M, E, TEXT: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What kernels/portable_plain/lookup.py asks in PTX, which the interpreter can't run.
+    """Stand in for the PTX of kernels/portable_plain/lookup.py, which the interpreter can't run.
 
     As there, tiles are of all rows asked for.
     """
@@ -57,7 +57,7 @@ def rows_of_experts(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def experts(case: dict[str, Any]) -> int:
-    """What the variant is compiled for; ``scan`` is for any number, counts read a few experts at a time."""
+    """Return the experts that the variant is compiled for; ``scan`` takes any number, a few counts at a time."""
     return contract_spec.MAX_EXPERTS_FALLBACK if case["scan"] else triton.next_power_of_2(max(len(case["m_sizes"]), 2))
 
 
@@ -71,7 +71,7 @@ def poisoned(rows: torch.Tensor, case: dict[str, Any]) -> torch.Tensor:
 
 @triton.jit
 def tell(out, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What each program finds, as (whether there is a tile, expert, row tile, column tile)."""
+    """Store each program's tile, as (whether there is a tile, expert, row tile, column tile)."""
     tile = tl.program_id(0)
     there, expert, tile_m, tile_n, _start, _end = lookup.find(
         tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M, GROUP_M
@@ -96,8 +96,8 @@ def run_find(case: dict[str, Any]) -> dict[str, Any]:
         for m in range(-(-(end - start) // block_m))
         for n in range(tiles_n)
     ]
-    found = sorted(tuple(row[1:]) for row in out.tolist() if row[0])
-    return {"wrong": [] if found == sorted(wanted) else [str(found), str(wanted)], "untouched": True}
+    rows = sorted(tuple(row[1:]) for row in out.tolist() if row[0])
+    return {"wrong": [] if rows == sorted(wanted) else [str(rows), str(wanted)], "untouched": True}
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:

@@ -50,33 +50,33 @@ def wrong(case: dict[str, Any]) -> list[str]:
     block, rows = case["block"], case["rows"]
     grid = (-(-M // rows) * -(-columns // block),)
     both, second = (activation_row_codes, quantize_rows) if by_row else (activation_codes, quantize)
-    made = (M if columns > block else -(-M // rows)) if by_row else grid[0]
-    both[(min(made, case.get("programs", made)),)](
+    programs = (M if columns > block else -(-M // rows)) if by_row else grid[0]
+    both[(min(programs, case.get("programs", programs)),)](
         h, count, codes, scale, M, columns, flags, *words, BLOCK=block, ROWS=rows
     )
     a = torch.full((M, columns), 3.0, dtype=h.dtype)
     activation[grid](h, a, count, M, columns, flags, *words, BLOCK=block, ROWS=rows)
     second[(M,)](a, count, count, codes_of_two, scale_of_two, M, columns, 1, 1, flags & USED, BLOCK=1024)
-    found = []
+    wrong = []
     if not torch.equal(codes, codes_of_two):
-        found.append("codes are not those of the two passes")
+        wrong.append("codes are not those of the two passes")
     if not torch.equal(scale.view(torch.int32), scale_of_two.view(torch.int32)):
-        found.append("scales are not those of the two passes")
+        wrong.append("scales are not those of the two passes")
     if (codes[end:] != 7).any() or (scale[:, end:] != -1.0).any():
-        found.append("others were written")
+        wrong.append("others were written")
     if not end:
-        return found
+        return wrong
     here = torch.ones(end, dtype=torch.bool)
     here[1:3] = False  # what is not finite
     want = by_torch(h[:end].double(), act).float()[here]
     most = want.view(len(want), -1, group).abs().amax(2) / 448
     if not torch.allclose(scale[:, :end].T[here], torch.where(most > 0, most, 1.0), rtol=2e-3):
-        found.append("scales are not torch's")
+        wrong.append("scales are not torch's")
     got = values_of_rows(codes.view(torch.float8_e4m3fn), scale[0] if by_row else scale, slice(0, end))[here]
     off = (got - want).abs() > BESIDE * (want.abs() + want.square().mean(-1, keepdim=True).sqrt())
     if off.float().mean() > LEFT:
-        found.append("codes stand for other values")
-    return found
+        wrong.append("codes stand for other values")
+    return wrong
 
 
 json.dump([wrong(case) for case in json.load(sys.stdin)], sys.stdout)

@@ -32,7 +32,7 @@ FEW: tl.constexpr = tl.constexpr(8)  # experts: the interpreter takes long over 
 
 @triton.jit
 def ask(part, m_sizes, m_sizes_step, M, E, TEXT: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What kernels/portable_plain/lookup.py asks in PTX, which the interpreter can't run."""
+    """Stand in for the PTX of kernels/portable_plain/lookup.py, which the interpreter can't run."""
     starts, ends = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, FEW)
     expert, inner, row_start, row_end = locate(part, expert_tiles(starts, ends, 1, BLOCK_M), ends, M)
     return expert, part - inner, row_start, row_end
@@ -44,28 +44,28 @@ lookup._ask = ask
 def weights(case: dict[str, Any]) -> ExpertWeights:
     """Every code there is, and scales about 1; or with ``ends`` those that are as large, and as small, as can be."""
     E, N, K = len(case["m_sizes"]), case["N"], case["K"]
-    made = ExpertWeights.quantize(torch.randn(E, N, K), case["format"])
-    draw = torch.randint(0, 256, made.codes.shape, dtype=torch.uint8)
-    if made.precision.w.bits == 8:
+    weights = ExpertWeights.quantize(torch.randn(E, N, K), case["format"])
+    draw = torch.randint(0, 256, weights.codes.shape, dtype=torch.uint8)
+    if weights.precision.w.bits == 8:
         draw[(draw & 0x7F) == 0x7F] = 0x7E
-    made.codes.view(torch.uint8).copy_(draw)
-    if made.zero is not None:
-        made.zero.copy_(torch.randint(0, 16, made.zero.shape, dtype=torch.uint8))
-    scale = made.precision.w.scale
+    weights.codes.view(torch.uint8).copy_(draw)
+    if weights.zero is not None:
+        weights.zero.copy_(torch.randint(0, 16, weights.zero.shape, dtype=torch.uint8))
+    scale = weights.precision.w.scale
     assert scale is not None
     if scale.name == "e8m0":
         low, high = (0, 129) if case["ends"] else (125, 129)
-        made.scale.copy_(torch.randint(low, high, made.scale.shape, dtype=torch.uint8))
+        weights.scale.copy_(torch.randint(low, high, weights.scale.shape, dtype=torch.uint8))
         if case["ends"] and not case["prepared"]:
-            made.scale[0, 0, 0] = 240
+            weights.scale[0, 0, 0] = 240
     elif scale.name == "e4m3":
-        made.scale.view(torch.uint8).copy_(torch.randint(0, 0x7F, made.scale.shape, dtype=torch.uint8))
-        made.global_scale.copy_(torch.rand(E) + 0.5)
+        weights.scale.view(torch.uint8).copy_(torch.randint(0, 0x7F, weights.scale.shape, dtype=torch.uint8))
+        weights.global_scale.copy_(torch.rand(E) + 0.5)
     else:
-        made.scale.copy_((torch.rand(made.scale.shape) + 0.5) * (2.0**-100 if case["ends"] else 1.0))
+        weights.scale.copy_((torch.rand(weights.scale.shape) + 0.5) * (2.0**-100 if case["ends"] else 1.0))
     if scale.name == "bf16":
-        made.scale = made.scale.bfloat16()
-    return made
+        weights.scale = weights.scale.bfloat16()
+    return weights
 
 
 class Operands(NamedTuple):
@@ -78,7 +78,7 @@ class Operands(NamedTuple):
 
 
 def wrong(case: dict[str, Any], kernel: Any, spec: Spec, sm: int, on: Operands, most: float) -> list[str]:
-    """What is wrong with y, and with the memory around it, after a launch of the kernel."""
+    """Return the faults of y, and of the memory around it, after a launch of the kernel."""
     E, M, top_k, fusion = len(case["m_sizes"]), case["M"], case["top_k"], spec.fusion
     columns, reduction = on.matrices[0].shape
     dtype, wide = DTYPES[case["dtype"]], 2 if case["wide"] else 1
@@ -119,7 +119,7 @@ def wrong(case: dict[str, Any], kernel: Any, spec: Spec, sm: int, on: Operands, 
         rest &= torch.arange(limit) < (limit if scatters else M)
         want[:limit, :columns][rest] = 0
     null = torch.zeros(1, dtype=torch.int32)
-    given = on.words | {
+    arguments = on.words | {
         "x": x,
         "y": y,
         "m_sizes": counts.view(torch.int32),
@@ -139,24 +139,24 @@ def wrong(case: dict[str, Any], kernel: Any, spec: Spec, sm: int, on: Operands, 
         "flags": flags,
     }
     constants = registry.constants(spec, sm) | {"EXPERTS": FEW.value}
-    kernel[(tiles,)](**{name: given[name] for name, _ in registry.arguments(spec)}, **constants)
+    kernel[(tiles,)](**{name: arguments[name] for name, _ in registry.arguments(spec)}, **constants)
 
-    found, touched = [], want != GUARD
+    wrong, touched = [], want != GUARD
     if not torch.equal(y[~touched], torch.full_like(y[~touched], GUARD)):
-        found.append("memory around y")
+        wrong.append("memory around y")
     if not torch.equal(y.isnan(), want.isnan()):
-        found.append(f"NaN: {int(y.isnan().sum())}, wanted {int(want.isnan().sum())}")
+        wrong.append(f"NaN: {int(y.isnan().sum())}, wanted {int(want.isnan().sum())}")
     there = touched & ~want.isnan()
     got, wanted = y.double()[there], want[there]
     if case.get("one_hot") or not wanted.any():
         if not torch.equal(got, wanted):
-            found.append(
+            wrong.append(
                 f"{int((got != wanted).sum())} of {got.numel()} numbers, the first {got[got != wanted][:3]} "
                 f"in place of {wanted[got != wanted][:3]}"
             )
     elif not (error := float((got - wanted).norm() / wanted.norm())) < most:
-        found.append(f"error {error}")
-    return found
+        wrong.append(f"error {error}")
+    return wrong
 
 
 def run(case: dict[str, Any]) -> list[str]:

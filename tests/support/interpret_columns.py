@@ -32,7 +32,7 @@ def _byte(number):
 
 @triton.jit
 def packed(a, b, c, d):
-    """What quantize_columns.packed does, which is PTX."""
+    """Stand in for the PTX of quantize_columns.packed."""
     return _byte(a) | (_byte(b) << 8) | (_byte(c) << 16) | (_byte(d) << 24)
 
 
@@ -52,9 +52,9 @@ def columns(
         x[3, 5], x[4, 70], x[:128, 9], x[:128, 11] = float("nan"), float("inf"), 0.0, 2.0**-126
     end = min(M, sum(max(0, count) for count in counts))
     index[end:] = 2**31 - 1  # rows of no expert are not to be read
-    given = x if top_k else x.clone()
+    source = x if top_k else x.clone()
     if not top_k:
-        given[end:] = float("nan")
+        source[end:] = float("nan")
     picks = index.clamp(max=T * top_k - 1) if top_k else None
     wanted = fp8_codes.column_codes(x, m_sizes, picks, max(1, top_k), blocks=shared)
     P = wanted.codes.shape[1]
@@ -62,14 +62,14 @@ def columns(
     words, sizes, step = index.view(torch.int32), m_sizes.view(torch.int32), 2 if wide else 1
     flags = (PICKED if top_k else 0) | (BLOCKS if shared else 0)
     places = P, len(counts), max(1, top_k), step, step, flags
-    quantize_columns[(programs,)](given, words, sizes, codes, scale, M, C, *places, BLOCK=128)
+    quantize_columns[(programs,)](source, words, sizes, codes, scale, M, C, *places, BLOCK=128)
     used = sum(-(-min(max(0, count), M) // 128) for count in counts)
-    found = []
+    wrong = []
     same = torch.equal(codes[:, : used * 128], wanted.codes.view(BYTES)[:, : used * 128])
-    found += [] if same else ["codes"]
-    found += [] if torch.equal(scale[:used], wanted.scale[:used]) else ["scales"]
+    wrong += [] if same else ["codes"]
+    wrong += [] if torch.equal(scale[:used], wanted.scale[:used]) else ["scales"]
     others = (codes[:, used * 128 :] != 7).any() or (scale[used:] != -1).any()
-    return found + (["others"] if others else [])
+    return wrong + (["others"] if others else [])
 
 
 def blocks(E: int, N: int, K: int, fp32: bool, apart: int, along: list[int], special: bool) -> list[str]:
@@ -79,24 +79,24 @@ def blocks(E: int, N: int, K: int, fp32: bool, apart: int, along: list[int], spe
     if special:
         w[0, 5, 7], w[-1, 130, 3], w[0, :128, 128:256] = float("nan"), float("inf"), 0.0
     wanted = fp8_codes.quantise_weights(w)
-    flags, found = (FP32_WEIGHTS if fp32 else 0) | sum(along), []
-    codes = [torch.full_like(one.codes, 7) for one in wanted if one is not None]
-    scales = [torch.full_like(one.scale, -1.0) for one in wanted if one is not None]
+    flags, wrong = (FP32_WEIGHTS if fp32 else 0) | sum(along), []
+    codes = [torch.full_like(want.codes, 7) for want in wanted if want is not None]
+    scales = [torch.full_like(want.scale, -1.0) for want in wanted if want is not None]
     bits = w if fp32 else w.view(torch.int16)
     quantize_blocks[(E * (N // 128) * (K // 128),)](
         bits, codes[0], scales[0], codes[1], scales[1], N, K, w.stride(0), w.stride(1), flags, BLOCK=128
     )
     for way, flag in enumerate((ALONG_K, ALONG_N)):
-        one = wanted[way]
-        if one is None:
+        want = wanted[way]
+        if want is None:
             raise AssertionError
         if flag not in along:
-            found += [f"written {way}"] if (codes[way] != 7).any() or (scales[way] != -1).any() else []
+            wrong += [f"written {way}"] if (codes[way] != 7).any() or (scales[way] != -1).any() else []
             continue
-        found += [] if torch.equal(codes[way], one.codes) else [f"codes {way}"]
-        same = torch.equal(scales[way].nan_to_num(-7.0), one.scale.nan_to_num(-7.0))
-        found += [] if same else [f"scales {way}"]
-    return found
+        wrong += [] if torch.equal(codes[way], want.codes) else [f"codes {way}"]
+        same = torch.equal(scales[way].nan_to_num(-7.0), want.scale.nan_to_num(-7.0))
+        wrong += [] if same else [f"scales {way}"]
+    return wrong
 
 
 if __name__ == "__main__":

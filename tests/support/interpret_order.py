@@ -26,8 +26,10 @@ _stored: list[Any] = []
 
 def in_steps(_self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
     left, right = (
-        _e4m3(one.data, one.dtype, interpret_w8a8.tl.float16, None) if one.dtype.primitive_bitwidth == 8 else one.data
-        for one in (a, b)
+        _e4m3(tensor.data, tensor.dtype, interpret_w8a8.tl.float16, None)
+        if tensor.dtype.primitive_bitwidth == 8
+        else tensor.data
+        for tensor in (a, b)
     )
     total = d.data.astype(np.float32)
     for at in range(0, left.shape[1], _step):
@@ -44,9 +46,9 @@ class Launched:
         self.kernel = kernel
 
     def __getitem__(self, grid: Any) -> Any:
-        def launch(**given: Any) -> None:
-            self.kernel[grid](**given)
-            _stored.append(given["y"])
+        def launch(**kwargs: Any) -> None:
+            self.kernel[grid](**kwargs)
+            _stored.append(kwargs["y"])
 
         return launch
 
@@ -67,4 +69,4 @@ if __name__ == "__main__":
     interpret_coded.coded = Launched(interpret_coded.coded)  # type: ignore[assignment]
     interpret_w8a8.w8a8 = Launched(interpret_w8a8.w8a8)  # type: ignore[assignment]
     assert "fp32" in DTYPES
-    json.dump([bits(one) for one in json.load(sys.stdin)], sys.stdout)
+    json.dump([bits(case) for case in json.load(sys.stdin)], sys.stdout)

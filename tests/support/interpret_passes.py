@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 
 
 def run(case: dict[str, Any]) -> list[str]:
-    """What is wrong, in words."""
+    """Return the faults, in words."""
     own = {
         "special": run_special,
         "combine": run_combine,
@@ -37,8 +37,8 @@ def run(case: dict[str, Any]) -> list[str]:
 def launch(op: RowOp, case: dict[str, Any], values: dict[str, Any]) -> None:
     kernel = getattr(gather_combine, op.value, None) or getattr(activation, op.value)
     rows = rowops.rows_at_once(op)
-    made = rowops.programs(op, case["M"], case["columns"], case["block"], rows)
-    grid = values.pop("grid", min(made, case["programs"] or made))
+    count = rowops.programs(op, case["M"], case["columns"], case["block"], rows)
+    grid = values.pop("grid", min(count, case["programs"] or count))
     values = {"M": case["M"], "columns": case["columns"]} | values
     constants = rowops.constants(rowops.RowOpSpec(op, DType.BF16)) | {"BLOCK": case["block"]}
     kernel[(grid,)](*(values[name] for name, _ in rowops.arguments(op)), **constants)
@@ -59,12 +59,12 @@ def run_activation(case: dict[str, Any]) -> list[str]:
     flags = act.flags | (rowops.USED if used is not None else 0)
     fresh = {"a": torch.full((M + 1, columns), GUARD, dtype=dtype)}
     words = function.words
-    given: dict[str, Any] = {"h": h, "used": torch.tensor([used or 0], dtype=torch.int32)}
+    arguments: dict[str, Any] = {"h": h, "used": torch.tensor([used or 0], dtype=torch.int32)}
     wide = h[:end].double().requires_grad_()
     want = by_torch(wide, act)
     scale = torch.ones(end, 1, dtype=torch.float64)
     if case["pass"] == "activation":
-        launch(RowOp.ACTIVATION, case, given | fresh | words | {"flags": flags})
+        launch(RowOp.ACTIVATION, case, arguments | fresh | words | {"flags": flags})
         return compared("a", fresh["a"], want.detach(), end, dtype)
     if case["weighted"]:
         scale = weights.double()[index.long()][:end, None]
@@ -78,13 +78,13 @@ def run_activation(case: dict[str, Any]) -> list[str]:
         "dh": torch.full((M + 1, h.shape[1]), GUARD, dtype=dtype),
         "dweights": torch.full((M + 1,), GUARD, dtype=kind),
     }
-    given |= {
+    arguments |= {
         "da": da,
         "row_weights": weights,
         "index": index.view(torch.int32),
         "index_step": 2 if case["wide"] else 1,
     }
-    launch(RowOp.ACTIVATION_GRAD, case, given | fresh | words | {"flags": flags})
+    launch(RowOp.ACTIVATION_GRAD, case, arguments | fresh | words | {"flags": flags})
     (dh,) = torch.autograd.grad(want, wide, da[:end].double() * scale)
     dots = torch.zeros(M, dtype=torch.float64)
     dots[index[:end].long()] = (da[:end].double() * want.detach()).sum(1)
@@ -96,11 +96,13 @@ def run_activation(case: dict[str, Any]) -> list[str]:
 def run_special(case: dict[str, Any]) -> list[str]:
     """Each pair of numbers around the limits, tiny and huge ones, infinities and NaN: the value and the gradient."""
     act = RowActivation(Activation(case["activation"], **case["numbers"]), case["gated"], case["interleaved"])
-    one = torch.tensor(SPECIAL + tuple(-x for x in SPECIAL) + (1e-30, torch.inf, -torch.inf, torch.nan))
-    pairs = torch.stack(torch.meshgrid(one, one, indexing="ij"), -1).view(-1, 2) if act.gated else one[:, None]
+    special = torch.tensor(SPECIAL + tuple(-x for x in SPECIAL) + (1e-30, torch.inf, -torch.inf, torch.nan))
+    pairs = (
+        torch.stack(torch.meshgrid(special, special, indexing="ij"), -1).view(-1, 2) if act.gated else special[:, None]
+    )
     h = (pairs if act.interleaved else pairs.T).reshape(1, -1)
     I = len(pairs)  # noqa: E741
-    a, dh, given = torch.empty(1, I), torch.empty_like(h), h.double().requires_grad_()
+    a, dh, leaf = torch.empty(1, I), torch.empty_like(h), h.double().requires_grad_()
     words = act.function.words
     none, how = torch.zeros(1, dtype=torch.int32), case | {"M": 1, "columns": I}
     values: dict[str, Any] = words | {"h": h, "a": a, "used": none, "flags": act.flags}
@@ -108,9 +110,16 @@ def run_special(case: dict[str, Any]) -> list[str]:
     want = by_torch(h, act)
     size = (1 + pairs.abs()).nan_to_num(1.0, 1.0).prod(1)  # of what is added up
     wrong = [f"{pairs[i].tolist()}: {float(a[0, i])}, not {float(want[0, i])}" for i in differing(a, want, size)]
-    more = {"da": torch.ones(1, I), "row_weights": one, "index": none, "dh": dh, "dweights": one, "index_step": 1}
+    more = {
+        "da": torch.ones(1, I),
+        "row_weights": special,
+        "index": none,
+        "dh": dh,
+        "dweights": special,
+        "index_step": 1,
+    }
     launch(RowOp.ACTIVATION_GRAD, how, values | more | {"flags": act.flags | rowops.WRITES_DH})
-    slope = torch.autograd.grad(by_torch(given, act).sum(), given)[0].float()  # (in float32 1e20 cubed is inf)
+    slope = torch.autograd.grad(by_torch(leaf, act).sum(), leaf)[0].float()  # (in float32 1e20 cubed is inf)
     usual = pairs.isfinite().all(1)
     got, slope = ((x.view(I, -1).T if act.interleaved else x.view(-1, I))[:, usual] for x in (dh, slope))
     return wrong + [f"slope at {pairs[usual][i].tolist()}" for i in differing(got, slope, size[usual])]
@@ -136,19 +145,24 @@ def run_gather(case: dict[str, Any]) -> list[str]:
     end = M if used is None else min(used, M)
     picked = index.clone()
     index[end:] = FAR  # rows of no expert are not to be read
-    given = {"x": x, "index": index.view(torch.int32), "used": torch.tensor([used or 0], dtype=torch.int32), "out": out}
-    given |= {"index_step": 2 if case["wide"] else 1, "flags": 0 if used is None else rowops.USED, "top_k": top_k}
+    arguments = {
+        "x": x,
+        "index": index.view(torch.int32),
+        "used": torch.tensor([used or 0], dtype=torch.int32),
+        "out": out,
+    }
+    arguments |= {"index_step": 2 if case["wide"] else 1, "flags": 0 if used is None else rowops.USED, "top_k": top_k}
     case = case | {"M": M}
     if case["by_token"]:
         noted = torch.randint(-3, M + 3, (2 + M,), generator=g, dtype=torch.int32)  # what stands in fresh memory
         noted[-1] = int(GUARD)
         looks = -(-M // rowops.NOTED_ROWS)
-        notes = {"out": noted, "top_k": M, "flags": given["flags"] | rowops.NOTES, "grid": looks}
-        launch(RowOp.GATHER, case, given | notes)
-        given |= {"used": noted, "flags": rowops.BY_TOKEN, "grid": T + looks}
+        notes = {"out": noted, "top_k": M, "flags": arguments["flags"] | rowops.NOTES, "grid": looks}
+        launch(RowOp.GATHER, case, arguments | notes)
+        arguments |= {"used": noted, "flags": rowops.BY_TOKEN, "grid": T + looks}
         if noted[0] != end or noted[-1] != GUARD:
             return [f"notes: {noted[0]} rows, wanted {end}, and past the end {noted[-1]}"]
-    launch(RowOp.GATHER, case, given)
+    launch(RowOp.GATHER, case, arguments)
     return compared("out", out, x[picked.long() // top_k].double(), end, dtype)
 
 
@@ -156,7 +170,7 @@ def run_sort(case: dict[str, Any]) -> list[str]:
     M, E, block = case["M"], case["E"], case["block"]
     g = torch.Generator().manual_seed(case["seed"])
     ids = torch.randint(-1, E + 1, (M,), generator=g) if case["others"] else torch.randint(0, E, (M,), generator=g)
-    if case["one"]:
+    if case["one_expert"]:
         ids[:] = E - 1
     if case["others"] and case["wide"]:
         ids[::5] += 2**32  # its low word alone is an expert's
@@ -169,15 +183,15 @@ def run_sort(case: dict[str, Any]) -> list[str]:
         "m_sizes": E,
         "counts": chunks * (E + 1),
     }
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         name: torch.full((size + 1,), int(GUARD), dtype=torch.int64 if name == "order" else torch.int32)
         for name, size in guards.items()
     }
-    given["ids"] = (ids if case["wide"] else ids.int()).view(torch.int32)
-    given |= {"E": E, "ids_step": 2 if case["wide"] else 1}
+    arguments["ids"] = (ids if case["wide"] else ids.int()).view(torch.int32)
+    arguments |= {"E": E, "ids_step": 2 if case["wide"] else 1}
     steps = [(rowops.COUNTS, chunks), (rowops.ADDS, -(-(E + 1) // rowops.SORTED_EXPERTS)), (rowops.PLACES, chunks)]
     for flags, grid in [(rowops.COUNTS | rowops.PLACES, 1)] if chunks == 1 else steps:
-        values = given | {"M": M, "flags": flags}
+        values = arguments | {"M": M, "flags": flags}
         sort.sort_slots[(grid,)](*(values[name] for name, _ in rowops.arguments(RowOp.SORT_SLOTS)), BLOCK=block)
     experts = torch.where((ids >= 0) & (ids < E), ids, E)
     m_sizes = torch.bincount(experts, minlength=E + 1)[:E]
@@ -185,8 +199,10 @@ def run_sort(case: dict[str, Any]) -> list[str]:
     order = experts.sort(stable=True).indices
     places = torch.where(experts < E, order.argsort(), -1)
     want = {"experts": experts, "order": order, "places": places, "bounds": bounds, "m_sizes": m_sizes}
-    wrong = [name for name, one in want.items() if not torch.equal(given[name][: len(one)].long(), one)]
-    return wrong + [f"{name}: past its end" for name in guards if given[name][-1] != GUARD]
+    wrong = [
+        name for name, expected in want.items() if not torch.equal(arguments[name][: len(expected)].long(), expected)
+    ]
+    return wrong + [f"{name}: past its end" for name in guards if arguments[name][-1] != GUARD]
 
 
 def run_place(case: dict[str, Any]) -> list[str]:
@@ -200,8 +216,8 @@ def run_place(case: dict[str, Any]) -> list[str]:
     if wide and apart:
         starts[::3] += 2**32
     kind = torch.int64 if wide else torch.int32
-    made = {name: torch.full((n + 1,), int(GUARD), dtype=torch.int32) for name, n in _placed(M, E)}
-    given: dict[str, Any] = {
+    outputs = {name: torch.full((n + 1,), int(GUARD), dtype=torch.int32) for name, n in _placed(M, E)}
+    arguments: dict[str, Any] = {
         "m_sizes": m_sizes.to(kind).view(torch.int32),
         "starts": starts.to(kind).view(torch.int32),
         "M": M,
@@ -210,7 +226,9 @@ def run_place(case: dict[str, Any]) -> list[str]:
         "m_sizes_step": 1 + wide,
         "starts_step": 1 + wide if apart else 0,
     }
-    place.place_rows[(E,)](*((given | made)[name] for name, _ in rowops.arguments(RowOp.PLACE_ROWS)), BLOCK=block)
+    place.place_rows[(E,)](
+        *((arguments | outputs)[name] for name, _ in rowops.arguments(RowOp.PLACE_ROWS)), BLOCK=block
+    )
     index: list[int] = []
     want: dict[str, list[int]] = {"counts": [], "bounds": [0]}
     for start, count in zip(starts.tolist(), m_sizes.tolist(), strict=True):
@@ -221,9 +239,11 @@ def run_place(case: dict[str, Any]) -> list[str]:
         want["bounds"].append(len(index))
     want["index"] = index + [0] * (M - len(index))
     wrong = [
-        f"{name}: {made[name].tolist()}, not {one}" for name, one in want.items() if made[name].tolist()[:-1] != one
+        f"{name}: {outputs[name].tolist()}, not {expected}"
+        for name, expected in want.items()
+        if outputs[name].tolist()[:-1] != expected
     ]
-    return wrong + [f"{name}: past its end" for name in made if made[name][-1] != GUARD]
+    return wrong + [f"{name}: past its end" for name in outputs if outputs[name][-1] != GUARD]
 
 
 def _placed(M: int, E: int) -> list[tuple[str, int]]:
@@ -243,7 +263,7 @@ def run_clear(case: dict[str, Any]) -> list[str]:
         index[3::7] = -(2**63)
     y, named = torch.full((rows + 1, columns), GUARD), torch.zeros(rows + 1, dtype=torch.int8)
     named[rows] = 7
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "y": y,
         "named": named,
         "index": (index if wide else index.int()).view(torch.int32),
@@ -257,7 +277,7 @@ def run_clear(case: dict[str, Any]) -> list[str]:
         "index_step": 2 if wide else 1,
     }
     for flags, grid in ((rowops.NAMES, -(-M // block)), (0, -(-rows // rowops.CLEARED_ROWS))):
-        values = given | {"flags": flags}
+        values = arguments | {"flags": flags}
         zero_rows.clear[(grid,)](*(values[name] for name, _ in rowops.arguments(RowOp.CLEAR)), BLOCK=block)
     part = reference.taking_part(m_sizes, index, index_end, M)
     want = torch.zeros(rows + 1, dtype=torch.bool)
@@ -284,9 +304,9 @@ def run_combine(case: dict[str, Any]) -> list[str]:
     weights = weights.to(dtype) if case["narrow"] else weights
     flags = (rowops.WEIGHTED if case["weighted"] else 0) | (rowops.NARROW if case["narrow"] else 0)
     flags |= rowops.BIASED | rowops.WEIGHTED if case["biased"] else 0
-    given = {"y": y, "experts": experts, "places": places, "row_weights": weights, "bias": bias, "top_k": top_k}
+    arguments = {"y": y, "experts": experts, "places": places, "row_weights": weights, "bias": bias, "top_k": top_k}
     out = torch.full((T + 1, columns), GUARD, dtype=dtype)
-    launch(RowOp.COMBINE, case, given | {"out": out, "flags": flags})
+    launch(RowOp.COMBINE, case, arguments | {"out": out, "flags": flags})
     if case["biased"]:
         want += bias[experts.clamp(0, E - 1).long()].double()
     if case["weighted"] or case["biased"]:

@@ -59,21 +59,21 @@ def wrong(
     kernel[(min(M, programs or M),)](
         x, words, count, codes, scales, M, columns, max(1, top_k), 2 if wide else 1, flags, BLOCK=block
     )
-    found = []
+    wrong = []
     if not torch.equal(scales[:, :end], scale[from_row[:end]].T):
-        found.append("scales")
+        wrong.append("scales")
     bits = codes[:end].view(end, columns // 64, 64)
     natural = torch.empty_like(bits)
     natural[..., torch.tensor(K_ORDER)] = bits
     if not torch.equal(
         natural.view(torch.float8_e4m3fn).float().view(end, columns), values[from_row[:end]].view(end, columns)
     ):
-        found.append("codes")
-    given, factors = values.view(rows, columns).to(torch.float8_e4m3fn).view(torch.uint8), scale.clone()
+        wrong.append("codes")
+    raw_codes, factors = values.view(rows, columns).to(torch.float8_e4m3fn).view(torch.uint8), scale.clone()
     if not top_k:
-        given[end:], factors[end:] = 0x7F, float("nan")
+        raw_codes[end:], factors[end:] = 0x7F, float("nan")
     halves = [factors[: rows // 2], factors[rows // 2 :]]  # of two experts, each with columns of its own
-    apart = torch.cat([one.T.reshape(-1) for one in halves]) if rows % 2 == 0 else None
+    apart = torch.cat([half.T.reshape(-1) for half in halves]) if rows % 2 == 0 else None
     for of_x, steps in (
         (factors, (groups, 1, 0, ANY_ROWS)),
         (factors.T.contiguous(), (1, rows, 0, ANY_ROWS)),
@@ -84,15 +84,15 @@ def wrong(
         ordered, moved = torch.full_like(codes, 7), torch.full((groups, -(-M // 4) * 4), -1.0)
         numbers = groups, *steps, max(1, top_k), 2 if wide else 1, flags
         order_codes[(min(M, programs or M),)](
-            given, of_x, words, count, ordered, moved, M, columns, *numbers, BLOCK=max(block, 64)
+            raw_codes, of_x, words, count, ordered, moved, M, columns, *numbers, BLOCK=max(block, 64)
         )
         if not torch.equal(ordered, codes):
-            found.append("codes that were ordered")
+            wrong.append("codes that were ordered")
         if not torch.equal(moved[:, : scales.shape[1]], scales) or (moved[:, end:] != -1.0).any():
-            found.append("scales that were moved")
+            wrong.append("scales that were moved")
     if (codes[end:] != 7).any() or (scales[:, end:] != -1.0).any():
-        found.append("others")
-    return found
+        wrong.append("others")
+    return wrong
 
 
 json.dump([wrong(**case) for case in json.load(sys.stdin)], sys.stdout)

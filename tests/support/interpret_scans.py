@@ -22,26 +22,26 @@ def later(a, a_sum, b, b_sum):  # type: ignore[no-untyped-def]
 @triton.jit
 def kernel(x, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AXIS: tl.constexpr, REVERSE: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    given = tl.load(x + at)
-    last, total = tl.associative_scan((given, given), AXIS, later, reverse=REVERSE)
+    loaded = tl.load(x + at)
+    last, total = tl.associative_scan((loaded, loaded), AXIS, later, reverse=REVERSE)
     tl.store(out + at, last)
     tl.store(out + ROWS * COLUMNS + at, total)
-    last, total = tl.reduce((given, given), AXIS, later, keep_dims=True)
+    last, total = tl.reduce((loaded, loaded), AXIS, later, keep_dims=True)
     tl.store(out + 2 * ROWS * COLUMNS + at, tl.broadcast_to(last, (ROWS, COLUMNS)))
     tl.store(out + 3 * ROWS * COLUMNS + at, tl.broadcast_to(total, (ROWS, COLUMNS)))
 
 
 @triton.jit
 def whole(x, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AXIS: tl.constexpr, REVERSE: tl.constexpr):  # type: ignore[no-untyped-def]
-    given = tl.load(x + tl.arange(0, ROWS * COLUMNS))
-    last, total = tl.reduce((given, given), AXIS, later)
+    loaded = tl.load(x + tl.arange(0, ROWS * COLUMNS))
+    last, total = tl.reduce((loaded, loaded), AXIS, later)
     tl.store(out, last)
     tl.store(out + 1, total)
 
 
 def results() -> list[list[int]]:
     x = torch.randint(-2, 3, (8, 4), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    found = []
+    wrong = []
     for function, axis, reverse in (
         (kernel, 0, False),
         (kernel, 1, False),
@@ -50,8 +50,8 @@ def results() -> list[list[int]]:
     ):
         out = torch.zeros(4 * x.numel(), dtype=torch.int32)
         function[(1,)](x, out, 8, 4, axis, reverse)
-        found.append(out.tolist())
-    return found
+        wrong.append(out.tolist())
+    return wrong
 
 
 own = results()

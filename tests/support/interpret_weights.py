@@ -43,19 +43,19 @@ def wrong(**case: object) -> list[str]:
     format, dtype = str(case["format"]), DTYPES[str(case["dtype"])]
     E, N, K = case["shape"]
     w = numbers(case, dtype)
-    given = torch.cat([torch.zeros_like(w), w], 1)[:, N:] if case["view"] else w
-    found: list[str] = []
+    new = torch.cat([torch.zeros_like(w), w], 1)[:, N:] if case["view"] else w
+    wrong: list[str] = []
 
     def compare(what: str, got: ExpertWeights, want: ExpertWeights) -> None:
-        for name, one in want.tensors().items():
+        for name, tensor in want.tensors().items():
             mine = got.tensors()[name].reshape(-1).view(torch.uint8)
-            off = mine != one.reshape(-1).view(torch.uint8)
+            off = mine != tensor.reshape(-1).view(torch.uint8)
             if off.any():
-                found.append(f"{what} {name}: {int(off.sum())} of {off.numel()}, first {int(off.nonzero()[0])}")
+                wrong.append(f"{what} {name}: {int(off.sum())} of {off.numel()}, first {int(off.nonzero()[0])}")
 
     def filled(like: ExpertWeights) -> ExpertWeights:
-        def new(one: torch.Tensor | None) -> torch.Tensor | None:
-            return None if one is None else torch.empty_like(one).view(torch.uint8).fill_(0x5A).view(one.dtype)
+        def new(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else torch.empty_like(tensor).view(torch.uint8).fill_(0x5A).view(tensor.dtype)
 
         more = (new(like.zero), like.global_scale)
         return ExpertWeights(format, new(like.codes), new(like.scale), *more)
@@ -65,22 +65,22 @@ def wrong(**case: object) -> list[str]:
     op = RowOp.QUANTIZE_WEIGHTS
     spec = RowOpSpec(op, rowops.dtype_of(DType(format), op))
     for weights in (want, ready) if ready.is_prepared else (want,):
-        made = filled(weights)
+        packed = filled(weights)
         flags = KIND_FLAGS[dtype] | (rowops.PREPARED if weights.is_prepared else 0)
         quantize_weights[(rowops.tiles(spec, E, N, K),)](
-            bits_of(given, torch.int16),
-            bits_of(made.codes, torch.int32),
-            bits_of(made.scale, torch.uint8),
-            made.zero if made.zero is None else made.zero.view(torch.int8),
-            made.global_scale,
+            bits_of(new, torch.int16),
+            bits_of(packed.codes, torch.int32),
+            bits_of(packed.scale, torch.uint8),
+            packed.zero if packed.zero is None else packed.zero.view(torch.int8),
+            packed.global_scale,
             N,
             K,
-            given.stride(0),
-            given.stride(1),
+            new.stride(0),
+            new.stride(1),
             flags,
             **constants(spec),
         )
-        compare("prepared" if weights.is_prepared else "stored", made, weights)
+        compare("prepared" if weights.is_prepared else "stored", packed, weights)
         op_back = RowOp.DEQUANTIZE_WEIGHTS
         back = RowOpSpec(op_back, rowops.dtype_of(DType(format), op_back))
         for to in DTYPES.values():
@@ -97,7 +97,7 @@ def wrong(**case: object) -> list[str]:
                 **constants(back),
             )
             if not torch.equal(got.view(torch.uint8), values.view(torch.uint8)):
-                found.append(f"dequantised {weights} to {to}")
+                wrong.append(f"dequantised {weights} to {to}")
     if ready.is_prepared:
         moves = RowOpSpec(RowOp.MOVE_CODES, rowops.dtype_of(DType(format), RowOp.MOVE_CODES))
         grid = (rowops.tiles(moves, E, N, K),)
@@ -111,25 +111,34 @@ def wrong(**case: object) -> list[str]:
         move_codes[grid](draw, got, looked, N, K, looks, **constants(moves))
         move_codes[grid](stored, words, None, N, K, rowops.BACK, **constants(moves))
         if not torch.equal(got, words):
-            found.append("moved")
+            wrong.append("moved")
         if looks and not int(looked.amax()) > int(looked.amin()) == 0:  # one tile's codes are numbers
-            found.append(f"NaN: {looked}")
+            wrong.append(f"NaN: {looked}")
         if not torch.equal(stored, draw):
-            found.append("moved back")
+            wrong.append("moved back")
     largest = RowOpSpec(RowOp.LARGEST_WEIGHT, DType.FP32)
     for value in (None, float("inf"), float("nan")):
-        one = given.clone() if value is None else given.clone().index_fill_(2, torch.tensor([K - 1]), value)
+        spoiled = new.clone() if value is None else new.clone().index_fill_(2, torch.tensor([K - 1]), value)
         grid = rowops.tiles(largest, E, N, K)
         most = torch.full((grid,), -7, dtype=torch.int32)
         largest_weight[(grid,)](
-            bits_of(one, torch.int16), most, N, K, one.stride(0), one.stride(1), KIND_FLAGS[dtype], **constants(largest)
+            bits_of(spoiled, torch.int16),
+            most,
+            N,
+            K,
+            spoiled.stride(0),
+            spoiled.stride(1),
+            KIND_FLAGS[dtype],
+            **constants(largest),
         )
         got = most.amax().view(torch.float32)
         if value is not None and value != value and int(most.amax()) != 0x7F800001:
-            found.append(f"NaN as {int(most.amax()):#x}")
-        if not torch.equal(got, one.float().abs().amax()) and not (value is not None and got != got and value != value):
-            found.append(f"largest {got} of {value}")
-    return found
+            wrong.append(f"NaN as {int(most.amax()):#x}")
+        if not torch.equal(got, spoiled.float().abs().amax()) and not (
+            value is not None and got != got and value != value
+        ):
+            wrong.append(f"largest {got} of {value}")
+    return wrong
 
 
 json.dump([wrong(**case) for case in json.load(sys.stdin)], sys.stdout)

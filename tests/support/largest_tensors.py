@@ -21,8 +21,10 @@ class Spy(TorchDispatchMode):
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
-        for one in tree_leaves(out):
-            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in given:
-                self.most = max(self.most, one.untyped_storage().nbytes())
+        taken = {
+            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in taken:
+                self.most = max(self.most, leaf.untyped_storage().nbytes())
         return out

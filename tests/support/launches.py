@@ -34,9 +34,9 @@ def launch(bundle: BundleFile, index: int) -> None:
     kernel = load_kernel(variant, bundle.cubin(index), 0, 132)
     sizes = parameter_bytes(variant.arguments)
     cuda.library().stub_parameters(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
-    made = product_launcher(kernel, N=N, K=K, E=E, m_sizes_step=2)
+    launcher = product_launcher(kernel, N=N, K=K, E=E, m_sizes_step=2)
     names = ("dy", "x", "stride_dy_m", "stride_x_m") if variant.op is Op.DW else ("x", "w", "stride_x_m", "stride_y_m")
-    made(RESULT, M_SIZES, STREAM, M=M, **dict(zip(names, (FIRST, SECOND, *STRIDES), strict=True)))
+    launcher(RESULT, M_SIZES, STREAM, M=M, **dict(zip(names, (FIRST, SECOND, *STRIDES), strict=True)))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def copy_of(module: ModuleType, path: Path | None = None) -> Any:
     assert spec is not None
     assert spec.loader is not None
     before = [*hooks._forget]
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
+    loaded_module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded_module)
     hooks._forget[:] = before
-    return made
+    return loaded_module

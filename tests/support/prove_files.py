@@ -38,14 +38,14 @@ def each_cubin(paths: list[str], after: Container[str] = ()) -> Iterator[tuple[B
     """
     seen: set[bytes] = set()
     turns: Counter[str] = Counter()
-    found = []
+    results = []
     for bundle in map(open_bundle, paths):
         for i, variant in enumerate(bundle.variants()):
             if variant.cubin_sha256 not in seen and variant.cubin_sha256.hex()[:16] not in after:
                 seen.add(variant.cubin_sha256)
-                found.append((turns[variant.entry], len(found), bundle, i))
+                results.append((turns[variant.entry], len(results), bundle, i))
                 turns[variant.entry] += 1
-    for _, _, bundle, i in sorted(found, key=lambda one: one[:2]):
+    for _, _, bundle, i in sorted(results, key=lambda entry: entry[:2]):
         yield bundle, i
 
 
@@ -58,11 +58,11 @@ def main() -> int:
     parser.add_argument("--after", type=Path, metavar="FILE", help="leaves out the cubins that it names")
     options = parser.parse_args()
     after = {line.split()[0] for line in options.after.read_text().splitlines()} if options.after else set()
-    first, every = map(int, options.part.split("/"))
+    first, step = map(int, options.part.split("/"))
     torch.zeros(1, device="cuda")
     local, seen, wrong, too_large = local_gpu(0), 0, 0, 0
     began = time.monotonic()
-    for bundle, i in itertools.islice(each_cubin(options.paths, after), first - 1, None, every):
+    for bundle, i in itertools.islice(each_cubin(options.paths, after), first - 1, None, step):
         variant = bundle.variant(i)
         if variant.shared_bytes > arch_of(local.sm).limits.shared_per_block_bytes:
             too_large += 1
@@ -73,13 +73,13 @@ def main() -> int:
             time.sleep(0.02)  # what the tool has to say of the one before is out
             print(f"cubin {variant.cubin_sha256.hex()} {variant.entry} {time.monotonic() - began:.1f}", flush=True)
         try:
-            told = proof.tried(loaded(bundle, i, 0, local.gpu.sm_count))
+            outcome = proof.tried(loaded(bundle, i, 0, local.gpu.sm_count))
         except PretunedError as error:
-            told = str(error)
-        if told:
+            outcome = str(error)
+        if outcome:
             wrong += 1
             what = f"{variant.entry} {variant.op.value} {variant.dtype.value}"
-            print(f"{bundle.path}: variant {i}, {what}: {told}", flush=True)
+            print(f"{bundle.path}: variant {i}, {what}: {outcome}", flush=True)
     print(f"{seen} cubins on {local}, {wrong} wrong, {too_large} that no block has the memory for", flush=True)
     return 1 if wrong else 0
 

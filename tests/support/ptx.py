@@ -16,13 +16,13 @@ def rounded(values: np.ndarray) -> np.ndarray:
     """The bits of the nearest bf16, ties to even, of numbers that float64 has exactly; without a sign of zero."""
     _, exponent = np.frexp(values)
     unit = np.exp2(np.maximum(exponent - 1, -126) - 7.0)
-    found = (np.rint(values / unit) * unit + 0.0).astype(np.float32)
-    return (found.view(np.uint32) >> 16).astype(np.uint32)
+    rounded = (np.rint(values / unit) * unit + 0.0).astype(np.float32)
+    return (rounded.view(np.uint32) >> 16).astype(np.uint32)
 
 
-def carried_out(text: str, given: dict[str, np.ndarray], results: int = 8) -> list[np.ndarray]:
+def carried_out(text: str, inputs: dict[str, np.ndarray], results: int = 8) -> list[np.ndarray]:
     """$0, $1 and so on of PTX: the few instructions that these texts have, on words."""
-    held = dict(given)
+    held = dict(inputs)
 
     def value(name: str) -> np.ndarray:
         return held[name] if name in held else np.asarray(int(name, 0), dtype=np.uint32)
@@ -34,11 +34,11 @@ def carried_out(text: str, given: dict[str, np.ndarray], results: int = 8) -> li
 
     def bytes_of(a: np.ndarray, b: np.ndarray, order: np.ndarray) -> np.ndarray:
         wide = np.asarray(a).astype(np.uint64) | (np.asarray(b).astype(np.uint64) << np.uint64(32))
-        found = np.zeros(np.broadcast_shapes(wide.shape, order.shape), dtype=np.uint64)
+        total = np.zeros(np.broadcast_shapes(wide.shape, order.shape), dtype=np.uint64)
         for i in range(4):
             at = np.uint64(8) * (order.astype(np.uint64) >> np.uint64(4 * i) & np.uint64(7))
-            found |= ((wide >> at) & np.uint64(0xFF)) << np.uint64(8 * i)
-        return found.astype(np.uint32)
+            total |= ((wide >> at) & np.uint64(0xFF)) << np.uint64(8 * i)
+        return total.astype(np.uint32)
 
     for line in re.split(r"[;\n]", text.strip().strip("{}")):
         op, _, rest = line.strip().partition(" ")

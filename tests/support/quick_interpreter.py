@@ -20,43 +20,48 @@ from triton.runtime import interpreter
 
 
 def _combined(
-    one: Any, first: Sequence[np.ndarray], second: Sequence[np.ndarray], dtypes: list[Any]
+    op: Any, first: Sequence[np.ndarray], second: Sequence[np.ndarray], dtypes: list[Any]
 ) -> list[np.ndarray]:
-    """What the function makes of two rows of elements, the earlier ones first."""
-    every = [one.to_tensor(data, dtype) for data, dtype in zip((*first, *second), dtypes * 2, strict=True)]
-    found = one.combine_fn.fn(*every)
-    found = found if isinstance(found, tuple) else (found,)
-    return [each.handle.data.astype(data.dtype) for each, data in zip(found, first, strict=True)]
+    """Return the function's result on two rows of elements, the earlier ones first."""
+    values = [op.to_tensor(data, dtype) for data, dtype in zip((*first, *second), dtypes * 2, strict=True)]
+    combined = op.combine_fn.fn(*values)
+    combined = combined if isinstance(combined, tuple) else (combined,)
+    return [each.handle.data.astype(data.dtype) for each, data in zip(combined, first, strict=True)]
 
 
-def generic_reduce(self: Any, given: Any) -> list[Any]:
+def generic_reduce(self: Any, inputs: Any) -> list[Any]:
     """Neighbours joined, then what they came to, until one is left."""
-    whole = given[0].handle.data.shape
-    dtypes = [one.dtype for one in given]
-    given, axis = self.unravel(given, self.axis)
-    rows = [np.moveaxis(one.handle.data, axis, 0) for one in given]
+    whole = inputs[0].handle.data.shape
+    dtypes = [tensor.dtype for tensor in inputs]
+    inputs, axis = self.unravel(inputs, self.axis)
+    rows = [np.moveaxis(operand.handle.data, axis, 0) for operand in inputs]
     while rows[0].shape[0] > 1:
-        rows = _combined(self, [one[0::2] for one in rows], [one[1::2] for one in rows], dtypes)
-    found = [one[0] for one in rows]
+        rows = _combined(self, [row[0::2] for row in rows], [row[1::2] for row in rows], dtypes)
+    results = [row[0] for row in rows]
     if self.keep_dims:
-        found = [one.reshape([1] * len(whole) if self.axis is None else _with(one.shape, axis)) for one in found]
-    return [self.to_tensor(one if one.shape else one.item(), dtype) for one, dtype in zip(found, dtypes, strict=True)]
+        results = [
+            tensor.reshape([1] * len(whole) if self.axis is None else _with(tensor.shape, axis)) for tensor in results
+        ]
+    return [
+        self.to_tensor(array if array.shape else array.item(), dtype)
+        for array, dtype in zip(results, dtypes, strict=True)
+    ]
 
 
 def _with(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     return (*shape[:axis], 1, *shape[axis:])
 
 
-def generic_scan(self: Any, given: Any) -> list[Any]:
+def generic_scan(self: Any, inputs: Any) -> list[Any]:
     """Each joined with the one before it, then with the second before, the fourth, the eighth."""
-    dtypes = [one.dtype for one in given]
-    rows = [np.moveaxis(one.handle.data, self.axis, 0) for one in given]
+    dtypes = [tensor.dtype for tensor in inputs]
+    rows = [np.moveaxis(operand.handle.data, self.axis, 0) for operand in inputs]
     count, step = rows[0].shape[0], 1
     while step < count:
-        joined = _combined(self, [np.roll(one, step, 0) for one in rows], rows, dtypes)
-        rows = [np.concatenate([one[:step], new[step:]]) for one, new in zip(rows, joined, strict=True)]
+        joined = _combined(self, [np.roll(row, step, 0) for row in rows], rows, dtypes)
+        rows = [np.concatenate([row[:step], new[step:]]) for row, new in zip(rows, joined, strict=True)]
         step *= 2
-    return [self.to_tensor(np.moveaxis(one, 0, self.axis), dtype) for one, dtype in zip(rows, dtypes, strict=True)]
+    return [self.to_tensor(np.moveaxis(row, 0, self.axis), dtype) for row, dtype in zip(rows, dtypes, strict=True)]
 
 
 _LAUNCH = interpreter.GridExecutor.__call__
@@ -73,7 +78,7 @@ def launched(self: Any, *args: Any, **kwargs: Any) -> None:
 def called(self: Any, *args: Any, **kwargs: Any) -> Any:
     """One function by another."""
     if (seen := _languages.get(self.fn)) is None:
-        seen = {id(one) for one in self.fn.__globals__.values() if one is tl or one is tl.core}
+        seen = {id(value) for value in self.fn.__globals__.values() if value is tl or value is tl.core}
         _languages[self.fn] = seen
     if not seen <= _patched:
         interpreter._patch_lang(self.fn)
@@ -95,11 +100,11 @@ _NP_DTYPE = interpreter._get_np_dtype
 _np_dtypes: dict[str, Any] = {}
 
 
-def np_dtype(one: Any) -> Any:
+def np_dtype(dtype: Any) -> Any:
     """Numpy's for a type of Triton's."""
-    name = one.scalar.name
+    name = dtype.scalar.name
     if name not in _np_dtypes:
-        _np_dtypes[name] = _NP_DTYPE(one)
+        _np_dtypes[name] = _NP_DTYPE(dtype)
     return _np_dtypes[name]
 
 
@@ -112,17 +117,17 @@ _SCALAR = tl.constexpr(1), tl.tuple([])
 
 def block_type(self: Any, element_ty: Any, shape: Any) -> None:
     """The type of a block; two of one shape hold the same object for it."""
-    sizes = tuple([one.value if isinstance(one, tl.constexpr) else one for one in shape])
-    known = _blocks.get((element_ty.name, sizes))
-    if known is None:
+    sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+    cached = _blocks.get((element_ty.name, sizes))
+    if cached is None:
         _BLOCK_TYPE(self, element_ty, shape)
         if sizes not in _shapes:
-            of_tensors = tl.constexpr(math.prod(sizes)), tl.tuple([tl.constexpr(one) for one in sizes])
+            of_tensors = tl.constexpr(math.prod(sizes)), tl.tuple([tl.constexpr(size) for size in sizes])
             _shapes[sizes] = self.shape, of_tensors
         same, of_tensors = _shapes[sizes]
-        known = _blocks[element_ty.name, sizes] = same, self.numel, self.name, of_tensors
+        cached = _blocks[element_ty.name, sizes] = same, self.numel, self.name, of_tensors
     self.element_ty = element_ty
-    self.shape, self.numel, self.name, self.of_tensors = known
+    self.shape, self.numel, self.name, self.of_tensors = cached
 
 
 def tensor(self: Any, handle: Any, type: Any) -> None:
@@ -131,12 +136,12 @@ def tensor(self: Any, handle: Any, type: Any) -> None:
     self.numel, self.shape = type.of_tensors if type.is_block() else _SCALAR
 
 
-def broadcast(self: Any, one: Any, other: Any) -> tuple[Any, Any]:
+def broadcast(self: Any, first: Any, other: Any) -> tuple[Any, Any]:
     """Two values in one shape."""
-    if one.type.is_block() and other.type.is_block() and one.type.shape is other.type.shape:
-        return one, other
-    found: tuple[Any, Any] = _BROADCAST(self, one, other)
-    return found
+    if first.type.is_block() and other.type.is_block() and first.type.shape is other.type.shape:
+        return first, other
+    pair: tuple[Any, Any] = _BROADCAST(self, first, other)
+    return pair
 
 
 TritonSemantic.broadcast_impl_value = broadcast

@@ -1,4 +1,4 @@
-"""What a report's page has for its script, unpacked."""
+"""The data that a report's page has for its script, unpacked."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 def packed(text: str) -> dict[str, Any]:
     """The data of a page, given its text."""
-    (found,) = re.findall(r'<script type="text/plain" id="data">(.*?)</script>', text, re.DOTALL)
-    data: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(found, validate=True)))
+    (match,) = re.findall(r'<script type="text/plain" id="data">(.*?)</script>', text, re.DOTALL)
+    data: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(match, validate=True)))
     return data
 
 

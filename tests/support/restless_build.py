@@ -29,5 +29,5 @@ def deaf(spec: object, sm: int) -> None:
 
 
 if __name__ == "__main__":
-    jobs = [CompileJob(RowOpSpec(one, DType.BF16), 80) for one in (RowOp.GATHER, RowOp.COMBINE)]
+    jobs = [CompileJob(RowOpSpec(value, DType.BF16), 80) for value in (RowOp.GATHER, RowOp.COMBINE)]
     compile_all(jobs, workers=2, compile_one={"restless": restless, "deaf": deaf}[sys.argv[1]])  # type: ignore[dict-item]

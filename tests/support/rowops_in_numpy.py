@@ -63,7 +63,7 @@ def activation_of(flags: int, words: Sequence[int]) -> RowActivation:
     limit, alpha, beta, linear_beta = struct.unpack("<4f", struct.pack("<4i", *words))
     numbers = {"limit": limit, "alpha": alpha, "beta": beta, "linear_beta": linear_beta or None}
     of_name = {"swiglu": ("limit", "alpha", "beta"), "situ": ("beta", "linear_beta"), "swiglustep": ("limit",)}
-    function = Activation(name, **{one: numbers[one] for one in of_name.get(name, ())})
+    function = Activation(name, **{field: numbers[field] for field in of_name.get(name, ())})
     return RowActivation(function, bool(flags & rowops.GATED), bool(flags & rowops.INTERLEAVED))
 
 
@@ -95,22 +95,22 @@ def activation_grad(of: Elements, grid: int, block: int, pointers: Sequence[int]
     assert 0 < grid <= programs(RowOp.ACTIVATION_GRAD, M, I, block)
     act, end = activation_of(flags, words), _used(used, M, flags)
     with plain_torch(), torch.enable_grad():
-        given = _rows(of, h, end, I * (1 + act.gated)).requires_grad_()
-        made = by_torch(given, act)
+        leaf = _rows(of, h, end, I * (1 + act.gated)).requires_grad_()
+        out = by_torch(leaf, act)
         grad = _rows(of, da, end, I)
         scale, flat = torch.ones(end, 1), np.arange(M)
         if flags & (rowops.WEIGHTED | rowops.WRITES_DWEIGHTS):
             flat = indices(index, M, step)
         if flags & rowops.WEIGHTED:
-            every = of.read(row_weights, M) if flags & rowops.NARROW else at(row_weights, M)
-            scale = torch.from_numpy(every[flat])[:end, None]
+            values = of.read(row_weights, M) if flags & rowops.NARROW else at(row_weights, M)
+            scale = torch.from_numpy(values[flat])[:end, None]
         if flags & rowops.WRITES_DH:
-            of.store(dh, torch.autograd.grad(made, given, grad * scale)[0].flatten().numpy())
+            of.store(dh, torch.autograd.grad(out, leaf, grad * scale)[0].flatten().numpy())
         if flags & rowops.WRITES_A:
-            of.store(a, (made.detach() * scale).flatten().numpy())
+            of.store(a, (out.detach() * scale).flatten().numpy())
         if flags & rowops.WRITES_DWEIGHTS:
             dots = np.zeros(M, np.float32)
-            dots[:end] = (made.detach() * grad).sum(1).numpy()
+            dots[:end] = (out.detach() * grad).sum(1).numpy()
             placed = np.zeros(M, np.float32)
             placed[flat] = dots
             if flags & rowops.NARROW_DWEIGHTS:
@@ -126,8 +126,8 @@ def _codes_at(address: int, M: int, K: int) -> torch.Tensor:
 def _store_codes(rows: torch.Tensor, codes: int, scale: int, M: int, by_row: bool) -> None:
     K, of_x = rows.shape[1], PRECISIONS["fp8_channel" if by_row else "fp8_block"].x.scale
     assert of_x is not None
-    made, factors = codes_of_rows(rows.bfloat16(), of_x)
-    _codes_at(codes, M, K)[: len(rows)] = made.view(torch.uint8)
+    of_rows, factors = codes_of_rows(rows.bfloat16(), of_x)
+    _codes_at(codes, M, K)[: len(rows)] = of_rows.view(torch.uint8)
     shape = (M,) if by_row else (K // 128, scale_columns(M))
     placed = torch.from_numpy(at(scale, math.prod(shape))).view(shape)
     placed[..., : len(rows)] = factors[..., : len(rows)]
@@ -162,11 +162,11 @@ def quantize_columns(of: Elements, grid: int, block: int, pointers: Sequence[int
     with plain_torch():
         rows = torch.zeros(M, C)
         rows[:end] = _rows(of, x, int(source[:end].max(initial=-1)) + 1, C)[source[:end]]
-        made = fp8_codes.column_codes(rows, counts, blocks=shared)
+        of_rows = fp8_codes.column_codes(rows, counts, blocks=shared)
         used = int((-(-counts.clamp(0, M) // 128)).sum())
-        _codes_at(codes, C, P)[:, : 128 * used] = made.codes.view(torch.uint8)[:, : 128 * used]
-        placed = torch.from_numpy(at(scale, made.scale.numel())).view(made.scale.shape)
-        placed[:used] = made.scale[:used]
+        _codes_at(codes, C, P)[:, : 128 * used] = of_rows.codes.view(torch.uint8)[:, : 128 * used]
+        placed = torch.from_numpy(at(scale, of_rows.scale.numel())).view(of_rows.scale.shape)
+        placed[:used] = of_rows.scale[:used]
 
 
 def order_codes(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
@@ -180,10 +180,10 @@ def order_codes(of: Elements, grid: int, block: int, pointers: Sequence[int], nu
     natural = torch.from_numpy(np.array(at(x, rows * K, ctypes.c_uint8))).view(rows, K // 64, 64)
     _codes_at(codes, M, K)[: len(source)] = natural[..., torch.tensor(K_ORDER)].view(rows, K)[source]
     of_row = source // room * by_expert + source % room * by_row
-    every = at(x_scale, int(of_row.max(initial=0)) + (groups - 1) * by_group + 1)
+    scales = at(x_scale, int(of_row.max(initial=0)) + (groups - 1) * by_group + 1)
     placed = at(scale, (groups - 1) * scale_columns(M) + M)
     for g in range(groups):
-        placed[g * scale_columns(M) :][: len(source)] = every[of_row + g * by_group]
+        placed[g * scale_columns(M) :][: len(source)] = scales[of_row + g * by_group]
 
 
 def gather(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
@@ -216,15 +216,15 @@ def combine(of: Elements, grid: int, block: int, pointers: Sequence[int], number
     rows = np.zeros((max(int(place.max(initial=-1)) + 1, 1), H), np.float32)
     if here.any():
         rows = of.read(y, rows.size).reshape(rows.shape)
-    given = np.where(here, rows[np.maximum(place, 0)], 0).astype(np.float32)
+    taken = np.where(here, rows[np.maximum(place, 0)], 0).astype(np.float32)
     if flags & rowops.BIASED:
         assert flags & rowops.WEIGHTED
         expert = np.where(here[:, 0], at(experts, M, ctypes.c_int32), 0)
-        given = given + of.read(bias, (int(expert.max(initial=0)) + 1) * H).reshape(-1, H)[expert]
+        taken = taken + of.read(bias, (int(expert.max(initial=0)) + 1) * H).reshape(-1, H)[expert]
     if flags & rowops.WEIGHTED:
         weights = of.read(row_weights, M) if flags & rowops.NARROW else at(row_weights, M)
-        given = given * weights[:, None]
-    of.store(out, np.where(here, given, 0).reshape(T, top_k, H).sum(1))
+        taken = taken * weights[:, None]
+    of.store(out, np.where(here, taken, 0).reshape(T, top_k, H).sum(1))
 
 
 def sort_slots(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
@@ -235,8 +235,8 @@ def sort_slots(of: Elements, grid: int, block: int, pointers: Sequence[int], num
     at(experts, chunks * block, ctypes.c_int32)[M:] = E + 1
     of_slot = at(experts, M, ctypes.c_int32)
     if flags & rowops.COUNTS:
-        given = indices(ids, M, step)
-        of_slot[:] = np.where((given >= 0) & (given < E), given, E)
+        slots = indices(ids, M, step)
+        of_slot[:] = np.where((slots >= 0) & (slots < E), slots, E)
     if flags & rowops.PLACES:
         sizes = np.bincount(of_slot, minlength=E + 1)[:E]
         at(m_sizes, E, ctypes.c_int32)[:] = sizes
@@ -250,17 +250,17 @@ def sort_slots(of: Elements, grid: int, block: int, pointers: Sequence[int], num
 def place_rows(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
     (m_sizes, starts, index, counts, bounds), (M, E, room, m_sizes_step, starts_step) = pointers, numbers
     assert grid == E
-    given = indices(m_sizes, E, m_sizes_step).tolist()
+    sizes = indices(m_sizes, E, m_sizes_step).tolist()
     first = indices(starts, E, starts_step).tolist() if starts_step else [e * room for e in range(E)]
-    found: list[int] = []
+    sorted_slots: list[int] = []
     at(bounds, E + 1, ctypes.c_int32)[0] = 0
     for e in range(E):
         most = min(M - first[e], room) if 0 <= first[e] < M else 0
-        own = min(max(given[e], 0), most, M - len(found))
-        found += range(first[e], first[e] + own)
+        own = min(max(sizes[e], 0), most, M - len(sorted_slots))
+        sorted_slots += range(first[e], first[e] + own)
         at(counts, E, ctypes.c_int32)[e] = own
-        at(bounds, E + 1, ctypes.c_int32)[e + 1] = len(found)
-    at(index, M, ctypes.c_int32)[:] = found + [0] * (M - len(found))
+        at(bounds, E + 1, ctypes.c_int32)[e + 1] = len(sorted_slots)
+    at(index, M, ctypes.c_int32)[:] = sorted_slots + [0] * (M - len(sorted_slots))
 
 
 def clear(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
@@ -270,9 +270,9 @@ def clear(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers:
         assert grid == -(-M // block)
         assert not marks.any()
         counts = at(m_sizes, E, ctypes.c_int32 if m_sizes_step == 1 else ctypes.c_int64).tolist()
-        used = min(M, sum(min(max(one, 0), M) for one in counts))
-        given = indices(index, M, index_step)[:used]
-        marks[given[(given >= 0) & (given < index_end)]] = 1
+        used = min(M, sum(min(max(count, 0), M) for count in counts))
+        slots = indices(index, M, index_step)[:used]
+        marks[slots[(slots >= 0) & (slots < index_end)]] = 1
     else:
         assert grid == -(-rows // rowops.CLEARED_ROWS)
         at(y, rows * columns).reshape(rows, columns)[marks == 0] = 0
@@ -302,14 +302,19 @@ def _beside(of: Elements, E: int, N: int, K: int, pointers: Sequence[int], flags
     format, addresses = of.dtype.value, iter(pointers)
     plain = writing.empty(format, E, N, K, torch.device("cpu"))
     if flags & rowops.PREPARED:
-        order, first = ORDERS[format], [None if one is None else one[0] for one in plain]
+        order, first = ORDERS[format], [None if tensor is None else tensor[0] for tensor in plain]
         moves = (order.prepared, order.prepared_scale, order.prepared_zero, None)
-        each = [one if one is None or move is None else move(one) for one, move in zip(first, moves, strict=True)]
-        plain = Quantised(*(None if one is None else one[None].expand(E, *one.shape) for one in each))
+        each = [
+            tensor if tensor is None or move is None else move(tensor)
+            for tensor, move in zip(first, moves, strict=True)
+        ]
+        plain = Quantised(*(None if tensor is None else tensor[None].expand(E, *tensor.shape) for tensor in each))
     return Quantised(
         *(
-            None if one is None else _raw(address, one.numel() * one.element_size()).view(one.dtype).view(one.shape)
-            for one, address in zip(plain, addresses, strict=True)
+            None
+            if tensor is None
+            else _raw(address, tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
+            for tensor, address in zip(plain, addresses, strict=True)
         )
     )
 
@@ -320,9 +325,9 @@ def quantize_weights(of: Elements, grid: int, block: int, pointers: Sequence[int
     with plain_torch():
         into = _beside(of, E, N, K, beside, flags)
         outer = None if into.global_scale is None else into.global_scale.clone()
-        given = _w_at(w, E, N, K, step_expert, step_row, flags)
+        matrix = _w_at(w, E, N, K, step_expert, step_row, flags)
         writing.quantise_into(
-            of.dtype.value, into, given.clone(), prepared=bool(flags & rowops.PREPARED), by_torch=True
+            of.dtype.value, into, matrix.clone(), prepared=bool(flags & rowops.PREPARED), by_torch=True
         )
         assert outer is None or torch.equal(outer, into.global_scale)
 
@@ -331,11 +336,11 @@ def quantize_blocks(of: Elements, grid: int, block: int, pointers: Sequence[int]
     (w, *ways), (N, K, step_expert, step_row, flags) = pointers, numbers
     E = grid // (N // 128 * (K // 128))
     with plain_torch():
-        given = _w_at(w, E, N, K, step_expert, step_row, flags)
-        both = (rowops.ALONG_K, given), (rowops.ALONG_N, given.transpose(1, 2))
-        for (flag, one), words, scales in zip(both, ways[::2], ways[1::2], strict=True):
+        matrix = _w_at(w, E, N, K, step_expert, step_row, flags)
+        both = (rowops.ALONG_K, matrix), (rowops.ALONG_N, matrix.transpose(1, 2))
+        for (flag, way), words, scales in zip(both, ways[::2], ways[1::2], strict=True):
             if flags & flag:
-                for tensor, address in zip(fp8_codes.blocks(one), (words, scales), strict=True):
+                for tensor, address in zip(fp8_codes.blocks(way), (words, scales), strict=True):
                     _raw(address, tensor.numel() * 4)[:] = tensor.view(-1).view(torch.uint8)
 
 
@@ -353,17 +358,17 @@ def move_codes(of: Elements, grid: int, block: int, pointers: Sequence[int], num
     E, order = _experts(of, RowOp.MOVE_CODES, grid, N, K), ORDERS[of.dtype.value]
     tile = tile_of(RowOp.MOVE_CODES, of.dtype)
     with plain_torch():
-        one = writing.empty(of.dtype.value, 1, N, K, torch.device("cpu")).codes[0]
-        other, size = order.prepared(one), one.numel() * one.element_size()
-        found = []
+        code = writing.empty(of.dtype.value, 1, N, K, torch.device("cpu")).codes[0]
+        other, size = order.prepared(code), code.numel() * code.element_size()
+        results = []
         for expert in range(E):
-            plain = _raw(stored + expert * size, size).view(one.dtype).view(one.shape)
-            made = _raw(words + expert * size, size).view(torch.int32).view(other.shape)
+            plain = _raw(stored + expert * size, size).view(code.dtype).view(code.shape)
+            tensor = _raw(words + expert * size, size).view(torch.int32).view(other.shape)
             is_nan = plain.view(torch.uint8) & 0x7F == 0x7F
-            found += [part.any() for rows in is_nan.split(tile.rows) for part in rows.split(tile.columns, 1)]
-            _ = plain.copy_(order.stored(made)) if flags & rowops.BACK else made.copy_(order.prepared(plain))
+            results += [part.any() for rows in is_nan.split(tile.rows) for part in rows.split(tile.columns, 1)]
+            _ = plain.copy_(order.stored(tensor)) if flags & rowops.BACK else tensor.copy_(order.prepared(plain))
         if flags & rowops.LOOKS:
-            _raw(most, 4 * grid).view(torch.int32).copy_(torch.stack(found))
+            _raw(most, 4 * grid).view(torch.int32).copy_(torch.stack(results))
 
 
 def largest_weight(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
@@ -371,8 +376,8 @@ def largest_weight(of: Elements, grid: int, block: int, pointers: Sequence[int],
     E, rows = _experts(of, RowOp.LARGEST_WEIGHT, grid, N, K), tile_of(RowOp.LARGEST_WEIGHT, of.dtype).rows
     with plain_torch():
         bits = _w_at(w, E, N, K, step_expert, step_row, flags).float().contiguous().view(torch.int32) & 0x7FFFFFFF
-        found = [part.amax().clamp(max=0x7F800001) for of_expert in bits for part in of_expert.split(rows)]
-        _raw(most, 4 * grid).view(torch.int32).copy_(torch.stack(found))
+        maxima = [part.amax().clamp(max=0x7F800001) for of_expert in bits for part in of_expert.split(rows)]
+        _raw(most, 4 * grid).view(torch.int32).copy_(torch.stack(maxima))
 
 
 Pass = Callable[[Elements, int, int, Sequence[int], Sequence[int]], None]

@@ -39,7 +39,7 @@ class Op(NamedTuple):
         return ".".join(self.name.split(".")[:2])
 
     def is_access(self, what: str) -> bool:
-        """Whether it can be a ``Read`` or a ``Write`` of shared memory."""
+        """Return True if it can be a ``Read`` or a ``Write`` of shared memory."""
         return self.name.startswith(_READS if what == "Read" else _WRITES)
 
     @property
@@ -52,8 +52,8 @@ class Op(NamedTuple):
         """The offset of the mbarrier that it arrives at or waits for, or nothing."""
         if not self.name.startswith(("SYNCS.ARRIVE", "SYNCS.PHASECHK", "ARRIVES")):
             return ""
-        found = re.search(r"\[[^\]]*?(?:\+(0x[0-9a-f]+))?\]", self.operands)
-        return (found[1] or "0x0") if found else ""
+        match = re.search(r"\[[^\]]*?(?:\+(0x[0-9a-f]+))?\]", self.operands)
+        return (match[1] or "0x0") if match else ""
 
     @property
     def waits(self) -> bool:
@@ -61,7 +61,7 @@ class Op(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What lies between two accesses: from the first to the second, and back."""
+    """The barriers between two accesses: from the first to the second, and back."""
 
     there: str
     back: str
@@ -74,35 +74,35 @@ class Code:
     def __init__(self, text: str) -> None:
         rows, labels = [], {}
         for line in text.splitlines():
-            if found := re.match(r"(\.L_x_\d+):", line):
-                labels[found[1]] = len(rows)
-            elif found := _LINE.match(line):
-                rows.append(found)
+            if match := re.match(r"(\.L_x_\d+):", line):
+                labels[match[1]] = len(rows)
+            elif match := _LINE.match(line):
+                rows.append(match)
         self.ops = [
-            Op(int(one[1], 16), one[2] or "", one[3], one[4], self._next(i, one, labels, len(rows)))
-            for i, one in enumerate(rows)
+            Op(int(row[1], 16), row[2] or "", row[3], row[4], self._next(i, row, labels, len(rows)))
+            for i, row in enumerate(rows)
         ]
         self.at = {op.offset: i for i, op in enumerate(self.ops)}
         self.before: list[list[int]] = [[] for _ in self.ops]
         self.after = [self._elected(i) for i in range(len(self.ops))]
         for i, following in enumerate(self.after):
-            for one in following:
-                self.before[one].append(i)
+            for index in following:
+                self.before[index].append(i)
         self._counted: dict[tuple[str, int], list[set[int]]] = {}
 
     @staticmethod
     def _next(i: int, row: re.Match[str], labels: dict[str, int], count: int) -> tuple[int, ...]:
-        targets = [labels[one] for one in re.findall(r"\.L_x_\d+", f"{row[4]} {row[5] or ''}") if one in labels]
+        targets = [labels[label] for label in re.findall(r"\.L_x_\d+", f"{row[4]} {row[5] or ''}") if label in labels]
         name, always = row[3].split(".")[0], not row[2]
         if name == "EXIT" or name in ("BRA", "BRX", "BRXU"):
             if always and name == "BRA" and "UP" not in row[4] and " P" not in f" {row[4]}":
                 return tuple(targets)
             if always and name != "BRA":
                 return tuple(targets)
-            return (*targets, *(one for one in (i + 1,) if one < count))
+            return (*targets, *(index for index in (i + 1,) if index < count))
         if name in ("BSSY", "BSYNC", "WARPSYNC"):  # where threads meet again: no way on by itself
             targets = []
-        return (*targets, *(one for one in (i + 1,) if one < count))
+        return (*targets, *(index for index in (i + 1,) if index < count))
 
     def _elected(self, i: int) -> tuple[int, ...]:
         """The ways on; that of all threads but one, round an arrival, is not one of its own."""
@@ -111,8 +111,8 @@ class Code:
             over = self.ops[i + 1 : max(op.next)] if max(op.next) > i + 1 else []
             if (
                 len(over) <= 12
-                and any(one.name.startswith("SYNCS.ARRIVE") for one in over)
-                and not any(one.name.startswith(("BRA", "BRX", "EXIT")) for one in over)
+                and any(op.name.startswith("SYNCS.ARRIVE") for op in over)
+                and not any(op.name.startswith(("BRA", "BRX", "EXIT")) for op in over)
             ):
                 return (i + 1,)
         return op.next
@@ -124,35 +124,35 @@ class Code:
         """
         if (barrier, cycle) in self._counted:
             return self._counted[barrier, cycle]
-        found: list[set[int]] = [set() for _ in self.ops]
+        reached: list[set[int]] = [set() for _ in self.ops]
         seen, todo = set(), [(0, 0, "", False)]
         while todo:
             state = todo.pop()
             if state in seen:
                 continue
             seen.add(state)
-            i, count, known, value = state
-            found[i].add(count)
+            i, count, names, value = state
+            reached[i].add(count)
             op = self.ops[i]
             name = op.predicate.removeprefix("!")
-            if known and name != known and re.search(rf"\b{known}\b", op.operands.split("[")[0]):
-                known, value = "", False  # it may be set here
+            if names and name != names and re.search(rf"\b{names}\b", op.operands.split("[")[0]):
+                names, value = "", False  # it may be set here
             passes, branches = op.named == barrier, op.name.startswith(("BRA", "EXIT"))
             if not name or not (passes or branches):
-                todo += [(one, (count + passes) % cycle, known, value) for one in self.after[i]]
+                todo += [(following, (count + passes) % cycle, names, value) for following in self.after[i]]
                 continue
             for holds in (True, False):
-                if known == name and value != holds:
+                if names == name and value != holds:
                     continue
                 does = holds != op.predicate.startswith("!")
                 if passes:
                     todo.append((i + 1, (count + does) % cycle, name, holds))
                 else:
                     ways = self.after[i]
-                    way = [one for one in ways if (one != i + 1) == does] if len(ways) > 1 else ways
-                    todo += [(one, count, name, holds) for one in way]
-        self._counted[barrier, cycle] = found
-        return found
+                    way = [way for way in ways if (way != i + 1) == does] if len(ways) > 1 else ways
+                    todo += [(index, count, name, holds) for index in way]
+        self._counted[barrier, cycle] = reached
+        return reached
 
     def _must(self, start: int, forward: bool) -> frozenset[str]:
         """The mbarriers that each way on from an access arrives at, or that each way to it has waited for.
@@ -162,60 +162,60 @@ class Code:
         ways = self.after if forward else self.before
         inside, todo = {start}, [start]
         while todo:
-            for one in ways[todo.pop()]:
-                if one not in inside:
-                    inside.add(one)
-                    todo.append(one)
-        every = frozenset(op.mbarrier for op in self.ops if op.mbarrier)
-        known = dict.fromkeys(inside, every)
-        back: dict[int, list[int]] = {one: [] for one in inside}
-        for one in inside:
-            for other in ways[one]:
-                back[other].append(one)
+            for index in ways[todo.pop()]:
+                if index not in inside:
+                    inside.add(index)
+                    todo.append(index)
+        barriers = frozenset(op.mbarrier for op in self.ops if op.mbarrier)
+        held = dict.fromkeys(inside, barriers)
+        back: dict[int, list[int]] = {index: [] for index in inside}
+        for index in inside:
+            for other in ways[index]:
+                back[other].append(index)
 
         def of(i: int) -> frozenset[str]:
             if not ways[i]:
                 return frozenset()
             parts = []
-            for one in ways[i]:
-                if one == start:
+            for index in ways[i]:
+                if index == start:
                     parts.append(frozenset())
                     continue
-                op = self.ops[one]
+                op = self.ops[index]
                 own = {op.mbarrier} if op.mbarrier and op.waits != forward else set()
-                parts.append(known[one] | own)
+                parts.append(held[index] | own)
             return frozenset.intersection(*parts)
 
         todo = list(inside)
         while todo:
             i = todo.pop()
             new = of(i)
-            if new != known[i]:
-                known[i] = new
+            if new != held[i]:
+                held[i] = new
                 todo += back[i]
-        return known[start]
+        return held[start]
 
     def _handed(self, first: int, second: int) -> str:
         """The mbarrier, or the ring of two, by which the second access gets what the first did."""
-        given, had = self._must(first, True), self._must(second, False)
-        rings = {_ring(one) for one in given} & {_ring(one) for one in had}
-        return ", ".join(sorted(given & had) or sorted(f"{one} or its second" for one in rings))
+        arrived, had = self._must(first, True), self._must(second, False)
+        rings = {_ring(barrier) for barrier in arrived} & {_ring(barrier) for barrier in had}
+        return ", ".join(sorted(arrived & had) or sorted(f"{ring} or its second" for ring in rings))
 
     def _always_before(self, first: int, second: int) -> bool:
-        """Whether no way from the code's beginning to the second instruction goes round the first."""
+        """Return True if every path from the code's beginning to the second instruction passes the first."""
         seen, todo = {first}, [0]
         while todo:
-            one = todo.pop()
-            if one not in seen:
-                seen.add(one)
-                todo += self.ops[one].next
+            index = todo.pop()
+            if index not in seen:
+                seen.add(index)
+                todo += self.ops[index].next
         return second not in seen
 
     def order(self, first: int, second: int, *, one_warp: bool = False) -> Order | None:
-        """What orders the accesses at two offsets, both ways, or None; the tool may say that one warp does both."""
+        """Return the barriers that order accesses at two offsets, or None; the tool may say that one warp does both."""
         a, b = self.at[first], self.at[second]
         if one_warp:
-            place = [re.search(r"\[.*?\]", self.ops[one].operands) for one in (a, b)]
+            place = [re.search(r"\[.*?\]", self.ops[index].operands) for index in (a, b)]
             if place[0] and place[1] and place[0][0] == place[1][0] and self._always_before(a, b):
                 return Order("program", "program", "the order of one warp's program")
         for barrier in sorted({op.named for op in self.ops if op.named and "," not in op.named}):

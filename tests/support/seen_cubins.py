@@ -21,25 +21,25 @@ def seen(lines: Iterable[str]) -> dict[str, str]:
     nothing more of a process once it has as many hazards as it keeps: none counts from then on, nor do the last two
     before that, as its lines can be late.
     """
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     begun, last = False, None
-    for line in (one.rstrip() for one in lines):
+    for line in (line.rstrip() for line in lines):
         begun = begun or line == BEGUN
         if line.startswith(LIMIT):
-            return dict([*found.items()][:-1])
+            return dict([*names.items()][:-1])
         if not line or line.startswith("========="):
             continue
         name = CUBIN.match(line) if begun else None
         if last and (name or END.match(line)):
-            found[last[1]] = last[2]
+            names[last[1]] = last[2]
         last = name
-    return found
+    return names
 
 
 def add_to(listed: Path, outputs: Iterable[Iterable[str]]) -> int:
     """Puts what the outputs' tools have seen into a list of SHA-256s cut short, by kernel; how many are new."""
-    known = set(listed.read_text().splitlines()) if listed.exists() else set()
+    before = set(listed.read_text().splitlines()) if listed.exists() else set()
     new = {f"{sha256[:DIGITS]} {kernel}" for lines in outputs for sha256, kernel in seen(lines).items()}
-    by_kernel = sorted(known | new, key=lambda one: one.split()[::-1])
-    listed.write_text("".join(f"{one}\n" for one in by_kernel))
-    return len(new - known)
+    by_kernel = sorted(before | new, key=lambda line: line.split()[::-1])
+    listed.write_text("".join(f"{line}\n" for line in by_kernel))
+    return len(new - before)

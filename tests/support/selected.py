@@ -63,12 +63,12 @@ def decided(problem: Problem, bucket: int, local: LocalGpu) -> Planned | None:
 
 def publish_choices(path: Path, cells: Sequence[Cell], local: LocalGpu) -> None:
     """Publish a bundle with these choices, measured on such a GPU, and the code of the variants that they name."""
-    used = list(dict.fromkeys(one for cell in cells for one in (cell.own, *(line.runs for line in cell.plan))))
-    records = [one.usable.bundle.variant(one.variant) for one in used]
+    used = list(dict.fromkeys(choice for cell in cells for choice in (cell.own, *(line.runs for line in cell.plan))))
+    records = [choice.usable.bundle.variant(choice.variant) for choice in used]
     variants = tuple(dict.fromkeys(records))
-    number = {one: variants.index(record) for one, record in zip(used, records, strict=True)}
-    cubins = {record: one.usable.bundle.cubin(one.variant) for one, record in zip(used, records, strict=True)}
-    bundles = list(dict.fromkeys(one.usable.bundle for one in used))
+    number = {choice: variants.index(record) for choice, record in zip(used, records, strict=True)}
+    cubins = {record: choice.usable.bundle.cubin(choice.variant) for choice, record in zip(used, records, strict=True)}
+    bundles = list(dict.fromkeys(choice.usable.bundle for choice in used))
     kernels = {kernel.name: kernel for bundle in bundles for kernel in bundle.kernels}
     choices: dict[Problem, list[Choice]] = {}
     for cell in cells:

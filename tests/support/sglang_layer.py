@@ -28,7 +28,9 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from pretuned.integrations import sglang
     from pretuned.integrations.sglang import experts
 
-    places = [(pkgutil.resolve_name(owner), name) for owner, _, name in (one.rpartition(".") for one in sglang.PLACES)]
+    places = [
+        (pkgutil.resolve_name(owner), name) for owner, _, name in (place.rpartition(".") for place in sglang.PLACES)
+    ]
     own = [(owner, name, vars(owner).get(name)) for owner, name in places]
     monkeypatch.setattr(plugins, "_plugins_loaded", False)
     # For each hook it looks for what is hooked in all modules: thousands, but only SGLang's have it.
@@ -85,7 +87,7 @@ def fused(quant_config: Any, **changes: Any) -> Any:
         start()
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-    given = {
+    settings = {
         "num_experts": 4,
         "hidden_size": 256,
         "intermediate_size": 128,
@@ -94,7 +96,7 @@ def fused(quant_config: Any, **changes: Any) -> Any:
         "params_dtype": torch.float32,
         "prefix": "model.layers.0.mlp.experts",
     }
-    return FusedMoE(quant_config=quant_config, **(given | changes))
+    return FusedMoE(quant_config=quant_config, **(settings | changes))
 
 
 def ask(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -153,10 +155,10 @@ def activated(how: Any, h: torch.Tensor) -> torch.Tensor:
     return getattr(torch.nn.functional, how.activation)(gate) * up
 
 
-def lines(told: pytest.LogCaptureFixture) -> list[str]:
-    """What pretuned told through SGLang's logger."""
-    said = [one.getMessage() for one in told.records if one.name == "sglang.pretuned"]
-    return [one for one in said if one.startswith("pretuned: ")]  # without the line that it is active
+def lines(logged: pytest.LogCaptureFixture) -> list[str]:
+    """Return the lines that pretuned logged through SGLang's logger."""
+    said = [record.getMessage() for record in logged.records if record.name == "sglang.pretuned"]
+    return [message for message in said if message.startswith("pretuned: ")]  # without the line that it is active
 
 
 @contextlib.contextmanager
@@ -169,12 +171,12 @@ def listening(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFix
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """SGLang's hooks with pretuned's, for a test."""
-    with hooks(monkeypatch) as found:
-        yield found
+    with hooks(monkeypatch) as hooked:
+        yield hooked
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What SGLang's logger is told."""
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Yield a handler that gets the lines of SGLang's logger."""
     with listening(caplog):
         yield caplog

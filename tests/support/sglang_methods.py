@@ -21,7 +21,7 @@ import torchvision_absent
 
 
 def stand_in() -> None:
-    """What old versions expect of torchvision and of transformers, of which nothing of their MoE layers is made."""
+    """Stand in for parts of torchvision and transformers that old versions import and MoE layers do not use."""
     from transformers import AutoConfig
 
     torchvision_absent.stand_in()
@@ -63,7 +63,7 @@ def main() -> None:
     from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
-    told: dict[str, Any] = {"sglang": sglang.__version__}
+    report: dict[str, Any] = {"sglang": sglang.__version__}
     fp8 = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[128, 128])
     for kind, make in {"bf16": UnquantizedFusedMoEMethod, "fp8": lambda: Fp8MoEMethod(fp8)}.items():
         config = MoeRunnerConfig(
@@ -76,8 +76,8 @@ def main() -> None:
         )
         method = make()
         method.create_moe_runner(torch.nn.Module(), config)
-        told[kind] = type(method.runner.runner_core).__name__
-    print(json.dumps(told | {"lines": lines.lines}), flush=True)
+        report[kind] = type(method.runner.runner_core).__name__
+    print(json.dumps(report | {"lines": lines.lines}), flush=True)
 
 
 if __name__ == "__main__":

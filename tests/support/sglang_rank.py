@@ -19,7 +19,7 @@ import torchvision_absent
 
 
 class Lines(logging.Handler):
-    """What pretuned logged."""
+    """The lines that pretuned logged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,23 +39,26 @@ def main(rank: int, ranks: int, port: int, folder: Path) -> None:
     from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
     from sglang.srt.models.gpt_oss import GptOssForCausalLM
 
-    told, log = Lines(), logging.getLogger("sglang.pretuned")
-    log.addHandler(told)
+    logged, log = Lines(), logging.getLogger("sglang.pretuned")
+    log.addHandler(logged)
     log.setLevel(logging.INFO)
     sglang_layer.start(rank, ranks, port)
     plugins.load_plugins()
-    given = torch.load(folder / "given.pt")
-    width = given["width"]
+    inputs = torch.load(folder / "given.pt")
+    width = inputs["width"]
     layer = sglang_layer.fused(
-        Mxfp4Config(is_checkpoint_mxfp4_serialized=True), intermediate_size=width, reduce_results=True, **given["layer"]
+        Mxfp4Config(is_checkpoint_mxfp4_serialized=True),
+        intermediate_size=width,
+        reduce_results=True,
+        **inputs["layer"],
     )
     model = torch.nn.Module()
     model.experts = layer
     model.config = SimpleNamespace(intermediate_size=width, num_local_experts=layer.num_experts)
-    GptOssForCausalLM._load_mxfp4_experts_weights(model, given["tensors"].items())
+    GptOssForCausalLM._load_mxfp4_experts_weights(model, inputs["tensors"].items())
     layer.quant_method.process_weights_after_loading(layer)
-    out = sglang_layer.ask(layer, *given["question"])
-    torch.save({"out": out, "lines": told.lines}, folder / f"{rank}.pt")
+    out = sglang_layer.ask(layer, *inputs["question"])
+    torch.save({"out": out, "lines": logged.lines}, folder / f"{rank}.pt")
 
 
 if __name__ == "__main__":

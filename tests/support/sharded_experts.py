@@ -41,13 +41,13 @@ def run_ranks(store: Path, when: str) -> None:
         )
         for rank in range(WORLD)
     ]
-    errors = [one.communicate(timeout=300)[1] for one in ranks]
-    assert [one.returncode for one in ranks] == [0] * WORLD, "\n".join(errors)
+    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * WORLD, "\n".join(errors)
 
 
 def main(rank: int, file: str, when: str) -> None:
     """Compare a sharded model with one that is not; an AssertionError says where they differ."""
-    import test_quantised as made
+    import test_quantised as small_models
     import transformers
     from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
     from transformers.integrations.moe import ExpertsInterface
@@ -57,18 +57,18 @@ def main(rank: int, file: str, when: str) -> None:
     if GPU:
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if GPU else "gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD)
-    model, _ = made.pair(transformers)
-    ids = made.IDS
+    model, _ = small_models.pair(transformers)
+    ids = small_models.IDS
     if GPU:
         ids = ids.cuda()
-        for name, one in model.named_parameters():
-            one.data = (one.data if ".experts." in name else one.data.bfloat16()).cuda()
+        for name, parameter in model.named_parameters():
+            parameter.data = (parameter.data if ".experts." in name else parameter.data.bfloat16()).cuda()
         model.cuda()
-    every = [experts.requires_grad_(False) for _, experts in made.experts_of(model)]
+    modules = [experts.requires_grad_(False) for _, experts in small_models.experts_of(model)]
     whole = copy.deepcopy(model)
     wanted = whole(ids).logits
     if when == "before":
-        for experts in every:
+        for experts in modules:
             prepare_parameters(experts, PARTS, lambda w: True)
             assert all(quantised(experts, part).is_prepared for part in PARTS)
     if when == "call" and not GPU:
@@ -83,15 +83,17 @@ def main(rank: int, file: str, when: str) -> None:
         raise
     for _ in range(3):
         same(model(ids).logits, wanted)
-    assert all(was_prepared(experts) is (when == "before") for experts in every)  # what is gathered stays as it is
+    assert all(was_prepared(experts) is (when == "before") for experts in modules)  # what is gathered stays as it is
     model(ids).logits.square().sum().backward()
     check_state(model, whole)
     same(model(ids).logits, wanted)
-    other = {name: flipped(one) if name.endswith("experts.down_proj") else one for name, one in raw_state(whole)}
+    other = {
+        name: flipped(tensor) if name.endswith("experts.down_proj") else tensor for name, tensor in raw_state(whole)
+    }
     whole.load_state_dict(other)
     state = model.state_dict()
-    mesh = next(one.device_mesh for one in state.values() if isinstance(one, DTensor))
-    model.load_state_dict({name: spread(one, mesh, state[name]) for name, one in other.items()})
+    mesh = next(tensor.device_mesh for tensor in state.values() if isinstance(tensor, DTensor))
+    model.load_state_dict({name: spread(tensor, mesh, state[name]) for name, tensor in other.items()})
     again = whole(ids).logits
     assert not torch.equal(again, wanted)
     same(model(ids).logits, again)
@@ -99,44 +101,44 @@ def main(rank: int, file: str, when: str) -> None:
     dist.barrier()
 
 
-def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
     """To the bit on the CPU. GPUs may have another kernel for another layout."""
     if not GPU:
-        assert torch.equal(found, wanted)
-    found, wanted = found.detach().float(), wanted.detach().float()
-    assert float((found - wanted).norm() / wanted.norm()) < 2e-2
+        assert torch.equal(got, wanted)
+    got, wanted = got.detach().float(), wanted.detach().float()
+    assert float((got - wanted).norm() / wanted.norm()) < 2e-2
 
 
 def check_state(model: Any, whole: Any) -> None:
     """The state has the checkpoint's layout."""
     state, plain = model.state_dict(), whole.state_dict()
     assert state.keys() == plain.keys()
-    for name, one in state.items():
-        mine, found = plain[name], one
-        if isinstance(one, DTensor):
-            assert one.shape == mine.shape
-            mine = distribute_tensor(bytes_of(mine).to(one.device), one.device_mesh, one.placements).to_local()
-            found = one.to_local()
-        assert torch.equal(bytes_of(found).cpu(), bytes_of(mine).cpu()), name
+    for name, tensor in state.items():
+        mine, theirs = plain[name], tensor
+        if isinstance(tensor, DTensor):
+            assert tensor.shape == mine.shape
+            mine = distribute_tensor(bytes_of(mine).to(tensor.device), tensor.device_mesh, tensor.placements).to_local()
+            theirs = tensor.to_local()
+        assert torch.equal(bytes_of(theirs).cpu(), bytes_of(mine).cpu()), name
 
 
-def bytes_of(one: torch.Tensor) -> torch.Tensor:
-    return one.detach().contiguous().view(torch.uint8)
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
 
 
-def flipped(one: torch.Tensor) -> torch.Tensor:
-    return bytes_of(one).flip(0).view(one.dtype)
+def flipped(tensor: torch.Tensor) -> torch.Tensor:
+    return bytes_of(tensor).flip(0).view(tensor.dtype)
 
 
 def raw_state(model: Any) -> list[tuple[str, torch.Tensor]]:
-    return [(name, one.detach().clone()) for name, one in model.state_dict().items()]
+    return [(name, tensor.detach().clone()) for name, tensor in model.state_dict().items()]
 
 
-def spread(one: torch.Tensor, mesh: Any, like: Any) -> torch.Tensor:
+def spread(tensor: torch.Tensor, mesh: Any, like: Any) -> torch.Tensor:
     if not isinstance(like, DTensor):
-        return one
-    local = distribute_tensor(bytes_of(one).to(like.device), mesh, like.placements).to_local().view(one.dtype)
-    return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=one.shape, stride=one.stride())
+        return tensor
+    local = distribute_tensor(bytes_of(tensor).to(like.device), mesh, like.placements).to_local().view(tensor.dtype)
+    return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 if __name__ == "__main__":

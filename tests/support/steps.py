@@ -18,4 +18,4 @@ def steps(call: Callable[[], object], of: Callable[..., object] | None = None) -
         counter.disable()
         sys.setprofile(before)
     code = None if of is None else of.__code__  # type: ignore[attr-defined]
-    return sum(one.callcount for one in counter.getstats() if code in (None, one.code))
+    return sum(entry.callcount for entry in counter.getstats() if code in (None, entry.code))

@@ -20,8 +20,8 @@ def families() -> list[str]:
     if spec is None or spec.origin is None:
         return []
     models = Path(spec.origin).parent / "models"
-    found = [one for one in models.glob("*/modeling_*.py") if "\n@use_experts_implementation" in one.read_text()]
-    return sorted({one.parent.name for one in found})
+    paths = [path for path in models.glob("*/modeling_*.py") if "\n@use_experts_implementation" in path.read_text()]
+    return sorted({path.parent.name for path in paths})
 
 
 def classes(family: str) -> Iterator[tuple[type, list[type]]]:
@@ -34,13 +34,13 @@ def classes(family: str) -> Iterator[tuple[type, list[type]]]:
         if not names:
             continue
         code = importlib.import_module(f"transformers.models.{family}.{path.stem}")
-        configs = [one for name, one in vars(code).items() if name.endswith("Config") and isinstance(one, type)]
-        configs.sort(key=lambda one: ("Text" not in one.__name__, "Vision" in one.__name__))
+        configs = [value for name, value in vars(code).items() if name.endswith("Config") and isinstance(value, type)]
+        configs.sort(key=lambda config: ("Text" not in config.__name__, "Vision" in config.__name__))
         for name in names:
             yield getattr(code, name), configs
 
 
-def made(kind: type, configs: list[type], seed: int = 1) -> Any:
+def build_experts(kind: type, configs: list[type], seed: int = 1) -> Any:
     """A module of E experts, H columns and I between, with random weights."""
     for config in configs:
         settings = config()

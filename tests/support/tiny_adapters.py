@@ -18,8 +18,8 @@ def loaded(place: Path, how: str = "pretuned", dtype: torch.dtype = torch.float3
 
 
 def adapted(peft: Any, model: Any, **more: Any) -> Any:
-    given = {"r": 4, "lora_alpha": 6, "target_modules": [], "target_parameters": NAMES}
-    model = peft.get_peft_model(model, peft.LoraConfig(**(given | more)))
+    settings = {"r": 4, "lora_alpha": 6, "target_modules": [], "target_parameters": NAMES}
+    model = peft.get_peft_model(model, peft.LoraConfig(**(settings | more)))
     fill(model)
     return model
 
@@ -36,12 +36,14 @@ def run(model: Any, ids: torch.Tensor = IDS) -> tuple[torch.Tensor, dict[str, to
     model.zero_grad()
     logits = model(input_ids=ids).logits
     logits.float().square().mean().backward()
-    return logits.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return logits.detach(), {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
-def near(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one.float() - other.float()).norm() / other.float().norm())
+def near(tensor: torch.Tensor, other: torch.Tensor) -> float:
+    return float((tensor.float() - other.float()).norm() / other.float().norm())
 
 
 def experts_of(model: Any) -> list[Any]:
-    return [one for one in model.modules() if "is_transposed" in one.__dict__]
+    return [module for module in model.modules() if "is_transposed" in module.__dict__]

@@ -114,8 +114,8 @@ def save(name: str, folder: Path, seed: int = 0, **sizes: int) -> Path:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     config.architectures = [type(model).__name__]
-    for one in model.parameters():  # biases too, which begin at zero
-        torch.nn.init.normal_(one.data, std=0.2)
+    for parameter in model.parameters():  # biases too, which begin at zero
+        torch.nn.init.normal_(parameter.data, std=0.2)
     model.save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))

@@ -149,19 +149,19 @@ def _zero_points(N: int, K: int, group: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _values(code: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor, group: int) -> torch.Tensor:
-    each = (one.repeat_interleave(group, 1) for one in (zero, scale.double()))
+    each = (tensor.repeat_interleave(group, 1) for tensor in (zero, scale.double()))
     return ((code - next(each)) * next(each)).bfloat16()
 
 
 def words(nibbles: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """[R, n] to int32 [R, n / 8]: the lowest nibble is number ``order[0]`` of eight."""
     parts = nibbles.reshape(nibbles.shape[0], -1, 8)[..., list(order)]
-    found = (parts.to(torch.int64) << 4 * torch.arange(8)).sum(-1)
-    return torch.where(found >= 1 << 31, found - (1 << 32), found).to(torch.int32)
+    words = (parts.to(torch.int64) << 4 * torch.arange(8)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
 def awq_words(nibbles: torch.Tensor) -> torch.Tensor:
-    """As ``words``, of eight columns in AWQ's order."""
+    """Return words like ``words``, of eight columns in AWQ's order."""
     return words(nibbles, (0, 2, 4, 6, 1, 3, 5, 7))
 
 
@@ -234,7 +234,7 @@ def modelopt(folder: Path, how: str, seed: int = 0, **sizes: int) -> Pair:
 
 
 def _names_of_others() -> list[str]:
-    """What of the tiny model is no expert."""
+    """Return the names of the tiny model's tensors that belong to no expert."""
     names = ("mlp.gate", *(f"self_attn.{p}_proj" for p in "qkvo"))
     return ["lm_head", *(f"model.layers.{i}.{name}" for i in range(2) for name in names)]
 
@@ -277,10 +277,10 @@ def mxfp4(folder: Path, seed: int = 0, **sizes: int) -> Pair:
     given_sizes = {"num_local_experts": 8, "hidden_size": 64, "intermediate_size": 64} | sizes
     E, H, I = (given_sizes[name] for name in ("num_local_experts", "hidden_size", "intermediate_size"))  # noqa: E741
     pair = _pair("gpt-oss", folder, seed, given_sizes)
-    given = load_file(pair.twin / "model.safetensors")
-    packed, plain = dict(given), dict(given)
+    twin_tensors = load_file(pair.twin / "model.safetensors")
+    packed, plain = dict(twin_tensors), dict(twin_tensors)
     torch.manual_seed(seed)
-    for name in [name for name in given if name.endswith(("gate_up_proj", "down_proj"))]:
+    for name in [name for name in twin_tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         N, K = (2 * I, H) if name.endswith("gate_up_proj") else (H, I)
         codes = torch.randint(0, 256, (E, N, K // 32, 16), dtype=torch.uint8)
         least = 122 - round(math.log2(K / 64) / 2)  # results as large, whatever K is: those of gpt-oss are clamped at 7
@@ -299,13 +299,13 @@ def _qwen3(folder: Path, seed: int, config: dict[str, Any], encode: Any, sizes: 
 
     given_sizes = {"hidden_size": 128, "moe_intermediate_size": 128} | (sizes or {})
     pair = _pair("Qwen3-MoE", folder, seed, given_sizes)
-    given = load_file(pair.twin / "model.safetensors")
-    packed, plain = dict(given), dict(given)
+    twin_tensors = load_file(pair.twin / "model.safetensors")
+    packed, plain = dict(twin_tensors), dict(twin_tensors)
     torch.manual_seed(seed)
-    for name in sorted(name for name in given if ".experts." in name):
-        named, w = encode(*given[name].shape)
+    for name in sorted(name for name in twin_tensors if ".experts." in name):
+        named, w = encode(*twin_tensors[name].shape)
         del packed[name]
-        packed |= {name.removesuffix("weight") + suffix: one for suffix, one in named.items()}
+        packed |= {name.removesuffix("weight") + suffix: tensor for suffix, tensor in named.items()}
         plain[name] = w
     for to, tensors in zip(pair, (packed, plain), strict=True):
         save_file(tensors, to / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,4 @@
-"""What lets engines' modules be imported where torchvision's wheel is of another torch than the one here.
+"""Import engines' modules although torchvision's wheel is built for another torch.
 
 Models with pictures import torchvision's transforms; nothing of their MoE layers does.
 """
@@ -19,7 +19,7 @@ def stand_in() -> None:
 
     assert not is_torchvision_available()  # it remembers
     names = ("transforms", "transforms.functional", "transforms.v2", "transforms.v2.functional")
-    for name in ("torchvision", *(f"torchvision.{one}" for one in names)):
+    for name in ("torchvision", *(f"torchvision.{name}" for name in names)):
         module = sys.modules[name] = ModuleType(name)
         module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []
         module.InterpolationMode = object

@@ -1,4 +1,4 @@
-"""What the tests of the tuner share: worker processes without a GPU, and what a journal would have looked at again."""
+"""Helpers of the tuner's tests: worker processes without a GPU, and the cells that a journal would measure again."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def gpus(
     with open_bundle(candidates) as bundle:
         digest = bundle.digest
     with scratch_folder() as scratch:
-        found = [
+        choices = [
             LocalExecutor(Setup(str(candidates), digest, i), scratch, greet=greet, run=run, timeout_s=timeout_s)
             for i in range(count)
         ]
         try:
-            yield found
+            yield choices
         finally:
-            for one in found:
-                one.shutdown()
+            for choice in choices:
+                choice.shutdown()
 
 
 def cells(plan: BuildPlan) -> int:
@@ -65,7 +65,7 @@ def wanted_looks(candidates: Path, small_plan: BuildPlan, contents: Contents, sh
 
 
 def records_of(journal: Path) -> list[Measured]:
-    return [one for one in read_journal(journal).records if isinstance(one, Measured)]
+    return [record for record in read_journal(journal).records if isinstance(record, Measured)]
 
 
 def last(ground: TuningSpace, problem: Problem, bucket: int) -> ConfigPairs:

@@ -1,4 +1,4 @@
-"""What ships, unpacked and read once for the tests of a process: half a second each time, and a hundred times."""
+"""The shipped bundles, unpacked and read once for the tests of a process: each read takes half a second."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ BUNDLES = Path(__file__).resolve().parents[2] / "artifacts" / "bundles"
 def kept(patch: pytest.MonkeyPatch) -> None:
     """Have the candidates that ship unpacked once, and each variant's record read once: by the bytes, which say all."""
     unpack = packed.unpack
-    known = functools.lru_cache(maxsize=3)(lambda data, where, sm: tuple(unpack(data, where, sm)))
+    unpacked_once = functools.lru_cache(maxsize=3)(lambda data, where, sm: tuple(unpack(data, where, sm)))
 
     def remembered(data: bytes, where: str, sm: int | None = None) -> Iterator[bytes]:
         ships = os.path.realpath(os.path.dirname(packed.split(where)[0])) == str(BUNDLES)  # noqa: PTH120 - plain text
-        yield from known(data, where, sm) if ships else unpack(data, where, sm)
+        yield from unpacked_once(data, where, sm) if ships else unpack(data, where, sm)
 
     patch.setattr(packed, "unpack", remembered)
     patch.setattr(format, "read_variant", functools.lru_cache(maxsize=8192)(format.read_variant))

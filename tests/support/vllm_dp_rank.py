@@ -42,9 +42,9 @@ def main(rank: int, ranks: int, port: str, model: Path, switch: str, answer: Pat
         if switch == "1":
             llm.collective_rpc(vllm_engine.count)
         vllm_engine.PROMPTS[:] = vllm_engine.PROMPTS[rank : rank + 1]
-        told = vllm_engine.generate(llm)
+        generated = vllm_engine.generate(llm)
         calls = llm.collective_rpc(vllm_engine.seen) if switch == "1" else []
-        return {"tokens": told.tokens, "calls": calls, "all_to_all": llm.collective_rpc(all_to_all)}
+        return {"tokens": generated.tokens, "calls": calls, "all_to_all": llm.collective_rpc(all_to_all)}
 
     said = vllm_engine.run(model, switch, ask, enable_expert_parallel=True)
     answer.write_text(json.dumps(said))

@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 
 class Told(NamedTuple):
-    """What an engine said: each prompt's tokens, and their logarithmic probabilities."""
+    """An engine's output: each prompt's tokens, and their logarithmic probabilities."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
 
 
 class Lines(logging.Handler):
-    """What pretuned logged about layers through vLLM's logger, without the line that it is active."""
+    """The lines that pretuned logged about layers through vLLM's logger, without the line that it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def config(**changes: Any) -> Any:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
     parallel = dataclasses.replace(FusedMoEParallelConfig.make_no_parallel(), **changes.pop("parallel", {}))
-    given = {
+    settings = {
         "num_experts": 4,
         "experts_per_token": 2,
         "hidden_dim": 32,
@@ -80,7 +80,7 @@ def config(**changes: Any) -> Any:
         "moe_parallel_config": parallel,
         "in_dtype": torch.bfloat16,
     }
-    return FusedMoEConfig(**(given | changes))
+    return FusedMoEConfig(**(settings | changes))
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def _register_class(name: str) -> None:
 
 @contextlib.contextmanager
 def _imports_passed_over() -> Iterator[None]:
-    """What was there before is no matter of the collector's.
+    """Keep the collector off objects that were there before.
 
     vLLM collects garbage ten times in an engine's life, from the start of its end with what it had frozen thawed. In a
     process of tests that would be the million objects of its imports each time. So those are frozen here, what comes
@@ -102,13 +102,13 @@ def _imports_passed_over() -> Iterator[None]:
     """
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
-        for one in ("freeze", "unfreeze"):
-            patch.setattr(gc, one, lambda: None)
+        for name in ("freeze", "unfreeze"):
+            patch.setattr(gc, name, lambda: None)
         yield
 
 
 def run(path: Path, switch: str | None, ask: Callable[[Any], T], **settings: Any) -> T:
-    """What ``ask`` has of vLLM's LLM of the model in ``path``, with PRETUNED_VLLM as ``switch`` says (None: unset)."""
+    """Return ``ask``'s result on vLLM's LLM of the model in ``path``; PRETUNED_VLLM is ``switch`` (None: unset)."""
     import vllm
     from vllm import plugins
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -122,7 +122,7 @@ def run(path: Path, switch: str | None, ask: Callable[[Any], T], **settings: Any
     os.environ.pop("PRETUNED_VLLM", None)
     if switch is not None:
         os.environ["PRETUNED_VLLM"] = switch
-    given = {
+    engine_settings = {
         "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": 128,
@@ -131,11 +131,11 @@ def run(path: Path, switch: str | None, ask: Callable[[Any], T], **settings: Any
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
     }
     if config.get("kv_lora_rank"):  # on a CPU with AMX vLLM takes a backend that refuses float32
-        given["attention_backend"] = "CPU_MLA"
+        engine_settings["attention_backend"] = "CPU_MLA"
     # It fails without a tokenizer. The line that says so keeps the engine for as long as pytest keeps the line.
     logging.getLogger("vllm.renderers.base").setLevel(logging.ERROR)
     with _imports_passed_over():
-        llm = vllm.LLM(model=str(path), skip_tokenizer_init=True, **(given | settings))
+        llm = vllm.LLM(model=str(path), skip_tokenizer_init=True, **(engine_settings | settings))
         try:
             return ask(llm)
         finally:
@@ -145,15 +145,15 @@ def run(path: Path, switch: str | None, ask: Callable[[Any], T], **settings: Any
 
 
 def generate(llm: Any) -> Told:
-    """What the engine says to ``PROMPTS``: the likeliest token each time."""
+    """Return the engine's output for ``PROMPTS``: the likeliest token each time."""
     from vllm import SamplingParams
 
     how = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, detokenize=False, logprobs=0, ignore_eos=True)
-    done = llm.generate([{"prompt_token_ids": one} for one in PROMPTS], how, use_tqdm=False)
-    said = [one.outputs[0] for one in done]
+    done = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], how, use_tqdm=False)
+    said = [output.outputs[0] for output in done]
     return Told(
-        [list(one.token_ids) for one in said],
-        [[row[token].logprob for row, token in zip(one.logprobs, one.token_ids, strict=True)] for one in said],
+        [list(output.token_ids) for output in said],
+        [[row[token].logprob for row, token in zip(output.logprobs, output.token_ids, strict=True)] for output in said],
     )
 
 
@@ -164,9 +164,9 @@ def count(worker: Any) -> None:
     apply = PretunedExperts.apply
     worker.seen = []
 
-    def counted(self: Any, output: Any, **given: Any) -> None:
-        worker.seen.append((tuple(given["w1"].shape), given["expert_map"] is not None))
-        apply(self, output, **given)
+    def counted(self: Any, output: Any, **kwargs: Any) -> None:
+        worker.seen.append((tuple(kwargs["w1"].shape), kwargs["expert_map"] is not None))
+        apply(self, output, **kwargs)
 
     PretunedExperts.apply = counted
 

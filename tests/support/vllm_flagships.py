@@ -50,8 +50,8 @@ class Flagship(NamedTuple):
 def _deepseek(module: Any, config: Any, quant: Any, vllm_config: Any) -> Any:
     vllm_config.quant_config = quant
     takes = inspect.signature(module.DeepseekV4MoE).parameters
-    given = {"num_hash_layers": config.num_hash_layers} if "num_hash_layers" in takes else {}
-    return module.DeepseekV4MoE(vllm_config, prefix="model.layers.1.ffn", **given)
+    extra = {"num_hash_layers": config.num_hash_layers} if "num_hash_layers" in takes else {}
+    return module.DeepseekV4MoE(vllm_config, prefix="model.layers.1.ffn", **extra)
 
 
 def _kimi(module: Any, config: Any, quant: Any, vllm_config: Any) -> Any:
@@ -274,7 +274,7 @@ class Made(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a layer computes, and what its twin does, with the limits of the activation and ``without``."""
+    """The results of a layer and of its twin, with the limits of the activation and ``without``."""
 
     out: torch.Tensor
     twin: torch.Tensor
@@ -309,8 +309,8 @@ def chosen() -> Iterator[None]:
     from vllm.model_executor.layers.quantization import fp8, mxfp4
 
     def choice(oracle: Any, backends: Any, name: str) -> Callable[..., Any]:
-        found = oracle.backend_to_kernel_cls(backends[name])
-        return lambda *_, **__: (backends[name], found[0] if isinstance(found, list) else found)
+        classes = oracle.backend_to_kernel_cls(backends[name])
+        return lambda *_, **__: (backends[name], classes[0] if isinstance(classes, list) else classes)
 
     by_marlin = choice(mxfp4_oracle, mxfp4_oracle.Mxfp4MoeBackend, "MARLIN")
     choices: list[tuple[Any, str, Any]] = [
@@ -382,7 +382,7 @@ def quant_config(flagship: Flagship, module: Any) -> Any:
     )
 
 
-def made(flagship: Flagship, *, process: bool = True) -> Made:
+def build_flagship(flagship: Flagship, *, process: bool = True) -> Made:
     """The model's layer of experts, whose weights make h of a few times each limit.
 
     Without ``process`` they are as the checkpoint has them.
@@ -418,12 +418,12 @@ def filled(routed: Any, which: str, quantised: str | None) -> torch.Tensor:
     from pretuned.runtime import ExpertWeights
 
     parameters = {
-        name.removeprefix(f"{which}_"): one.data
-        for name, one in routed.named_parameters(recurse=False)
+        name.removeprefix(f"{which}_"): parameter.data
+        for name, parameter in routed.named_parameters(recurse=False)
         if name.startswith(f"{which}_")
     }
     codes = parameters.get("weight", parameters.get("weight_packed"))
-    scale = next((one for name, one in parameters.items() if "scale" in name), None)
+    scale = next((parameter for name, parameter in parameters.items() if "scale" in name), None)
     assert codes is not None
     K = codes.shape[2] * (2 if quantised == "mxfp4" else 1)
     size = 12 * K**-0.5 if which == "w13" else K**-0.5
@@ -431,11 +431,11 @@ def filled(routed: Any, which: str, quantised: str | None) -> torch.Tensor:
     if quantised is None:
         codes.copy_(w)
         return codes.float()
-    given = ExpertWeights.quantize(w.bfloat16(), quantised)
-    codes.copy_(given.codes.view(codes.dtype))
+    weights = ExpertWeights.quantize(w.bfloat16(), quantised)
+    codes.copy_(weights.codes.view(codes.dtype))
     assert scale is not None
-    scale.copy_(given.scale)
-    return given.dequantize().float()
+    scale.copy_(weights.scale)
+    return weights.dequantize().float()
 
 
 def function(name: str, arguments: tuple[Any, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -444,8 +444,8 @@ def function(name: str, arguments: tuple[Any, ...]) -> Callable[[torch.Tensor], 
     from vllm.model_executor.layers import activation
 
     with set_current_vllm_config(VllmConfig()):
-        made = getattr(activation, name, None) or getattr(torch.nn, name)
-        act = made(*arguments)
+        module = getattr(activation, name, None) or getattr(torch.nn, name)
+        act = module(*arguments)
     call: Callable[[torch.Tensor], torch.Tensor] = getattr(act, "forward_native", act)
     return call
 
@@ -456,11 +456,11 @@ def results(flagship: Flagship, layer: Made) -> Result:
     H = layer.w2.shape[1]
     x, weights = torch.randn(TOKENS, H).bfloat16(), torch.rand(TOKENS, TOP_K)
     ids = torch.stack([torch.randperm(E)[:TOP_K] for _ in range(TOKENS)]).int()
-    given: dict[str, Any] = {"shared_experts_input": None}
+    extra: dict[str, Any] = {"shared_experts_input": None}
     method = layer.routed.quant_method
     if "shared_experts" in inspect.signature(method.apply).parameters or not hasattr(method, "moe_quant_config"):
-        given["shared_experts"] = None
-    out = method.apply(layer=layer.routed, x=x, topk_weights=weights, topk_ids=ids, **given)
+        extra["shared_experts"] = None
+    out = method.apply(layer=layer.routed, x=x, topk_weights=weights, topk_ids=ids, **extra)
     twins = [twin(layer, function(*act), x, weights, ids) for act in (flagship.act(layer.config), flagship.without)]
     return Result(out, *twins)
 
@@ -501,10 +501,10 @@ def main() -> None:
         if not absent:
             lines.lines.clear()
             getattr(vllm.logger._print_info_once, "cache_clear", lambda: None)()  # a line is told again
-            layer = made(flagship)
+            layer = build_flagship(flagship)
             got = results(flagship, layer)
-            told = [one for one in lines.lines if "pretuned" in one and "is active" not in one]
-            said |= {"error": error_of(got.out, got.twin), "without": error_of(got.out, got.without), "lines": told}
+            messages = [line for line in lines.lines if "pretuned" in line and "is active" not in line]
+            said |= {"error": error_of(got.out, got.twin), "without": error_of(got.out, got.without), "lines": messages}
         print(json.dumps(said | {"absent": absent}), flush=True)
 
 

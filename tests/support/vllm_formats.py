@@ -100,7 +100,7 @@ def layer_of(kind: str) -> Any:
         utils.check_moe_marlin_supports_layer = lambda *_, **__: True
     make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
     with set_current_vllm_config(VllmConfig()):
-        made = make(
+        built = make(
             num_experts=E,
             top_k=2,
             hidden_size=H,
@@ -110,7 +110,7 @@ def layer_of(kind: str) -> Any:
             quant_config=get_quantization_config(config).from_config(said),
             prefix="model.layers.0.mlp.experts",
         )
-    return getattr(made, "routed_experts", made)
+    return getattr(built, "routed_experts", built)
 
 
 def matrix(kind: str, N: int, K: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -155,7 +155,7 @@ def e2m1(codes: torch.Tensor) -> torch.Tensor:
 
 
 def is_there(module: str) -> bool:
-    """Whether this vLLM has it."""
+    """Return True if this vLLM has the module."""
     try:
         return importlib.util.find_spec(_QUANTISATION + module) is not None
     except ModuleNotFoundError:  # nor the package that it is in
@@ -172,19 +172,19 @@ def error_of(kind: str) -> tuple[float, str]:
     for e in range(E):
         for shard, N, K in (("w1", I, H), ("w3", I, H), ("w2", H, I)):
             tensors, whole[e, shard] = matrix(kind, N, K)
-            for suffix, one in tensors.items():
+            for suffix, tensor in tensors.items():
                 name = f"{'w2' if shard == 'w2' else 'w13'}_{suffix}"
                 parameter = getattr(layer, name)
-                parameter.weight_loader(parameter, one, f"experts.{name}", shard_id=shard, expert_id=e)
+                parameter.weight_loader(parameter, tensor, f"experts.{name}", shard_id=shard, expert_id=e)
     with set_current_vllm_config(VllmConfig()):
         layer.quant_method.process_weights_after_loading(layer)
     method = layer.quant_method
     x, ids = torch.randn(T, H).bfloat16(), torch.stack([torch.randperm(E)[:2] for _ in range(T)]).int()
     weights = torch.rand(T, 2)
-    given: dict[str, Any] = {"shared_experts_input": None}
+    extra: dict[str, Any] = {"shared_experts_input": None}
     if "shared_experts" in inspect.signature(method.apply).parameters:
-        given["shared_experts"] = None
-    out = method.apply(layer=layer, x=x, topk_weights=weights, topk_ids=ids, **given)
+        extra["shared_experts"] = None
+    out = method.apply(layer=layer, x=x, topk_weights=weights, topk_ids=ids, **extra)
     wanted = torch.zeros(T, H)
     for t in range(T):
         for s in range(2):
@@ -206,11 +206,11 @@ def main() -> None:
     for kind in KINDS:
         if not is_there(KINDS[kind][2]):  # GPTQ's before 0.26, and AutoRound's mxfp
             continue
-        told = Lines()
-        log.addHandler(told)
+        log_lines = Lines()
+        log.addHandler(log_lines)
         error, method = error_of(kind)
-        log.removeHandler(told)
-        lines = [one for one in told.lines if "pretuned: " in one]
+        log.removeHandler(log_lines)
+        lines = [line for line in log_lines.lines if "pretuned: " in line]
         said = {"model": kind, "vllm": vllm.__version__, "error": error, "method": method, "lines": lines}
         print(json.dumps(said), flush=True)
 

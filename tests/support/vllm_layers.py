@@ -89,7 +89,7 @@ def quantisation(kind: str) -> Any:
     return get_quantization_config("fp8").from_config(said)
 
 
-def made(kind: str) -> Any:
+def build_layer(kind: str) -> Any:
     """A layer as a model makes it, whose weights are small numbers."""
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -109,9 +109,9 @@ def made(kind: str) -> Any:
         )
     layer = getattr(layer, "routed_experts", layer)
     torch.manual_seed(0)
-    for name, one in sorted(layer.named_parameters()):
-        drawn = torch.rand(one.shape) * 0.01 if "scale" in name else torch.randn(one.shape) * 0.1
-        one.data.copy_(drawn.to(one.dtype))
+    for name, parameter in sorted(layer.named_parameters()):
+        drawn = torch.rand(parameter.shape) * 0.01 if "scale" in name else torch.randn(parameter.shape) * 0.1
+        parameter.data.copy_(drawn.to(parameter.dtype))
     return layer
 
 
@@ -146,12 +146,12 @@ def output_error(layer: Any, kind: str) -> float:
     weights = torch.rand(5, 2)
     w13, w2 = raw(layer, kind)
     method = layer.quant_method
-    given: dict[str, Any] = {"shared_experts_input": None}
+    extra: dict[str, Any] = {"shared_experts_input": None}
     import inspect
 
     if "shared_experts" in inspect.signature(method.apply).parameters:
-        given["shared_experts"] = None
-    out = method.apply(layer=layer, x=x, topk_weights=weights, topk_ids=ids, **given)
+        extra["shared_experts"] = None
+    out = method.apply(layer=layer, x=x, topk_weights=weights, topk_ids=ids, **extra)
     wanted = torch.zeros(5, SIZE)
     for t in range(5):
         for s in range(2):
@@ -177,32 +177,32 @@ def keep_raw(layer: Any, kind: str) -> None:
         ]
 
 
-def layers(told: dict[str, Any], *, run: bool = False) -> None:
+def layers(report: dict[str, Any], *, run: bool = False) -> None:
     """Make a layer of each kind, and run it."""
     for kind in ("bf16", "fp8"):
-        layer = made(kind)
-        told[kind] = told_of(layer)
+        layer = build_layer(kind)
+        report[kind] = told_of(layer)
         if run:
             keep_raw(layer, kind)
-            before = {name: one.data.clone() for name, one in layer.named_parameters()}
+            before = {name: parameter.data.clone() for name, parameter in layer.named_parameters()}
             try:
                 loaded(layer)
             except AttributeError as error:
                 if "'_C'" not in str(error):
                     raise
-                told[kind]["needs"] = str(
+                report[kind]["needs"] = str(
                     error
                 )  # vLLM's own experts got as far as its compiled code, which is not here
-            told[kind]["loaded"] = told_of(layer)
+            report[kind]["loaded"] = told_of(layer)
             after = dict(layer.named_parameters())
-            told[kind]["unchanged"] = before.keys() == after.keys() and all(
-                before[name].equal(one.data) for name, one in after.items()
+            report[kind]["unchanged"] = before.keys() == after.keys() and all(
+                before[name].equal(parameter.data) for name, parameter in after.items()
             )
-            if "Pretuned" in str(told[kind]["loaded"]["kernel"]):
-                told[kind]["error"] = output_error(layer, kind)
+            if "Pretuned" in str(report[kind]["loaded"]["kernel"]):
+                report[kind]["error"] = output_error(layer, kind)
 
 
-def scenario(name: str, told: dict[str, Any]) -> None:
+def scenario(name: str, report: dict[str, Any]) -> None:
     """Run one."""
     os.environ.pop("PRETUNED_VLLM", None)
     if name != "unset":
@@ -226,9 +226,9 @@ def scenario(name: str, told: dict[str, Any]) -> None:
             quantised.prepared = fails
         else:
             experts.moe_mlp = fails
-    layers(told, run=name in ("on", "prepare", "first_token") or bool(missing))
-    told["counted"] = [counted("pretuned"), counted("engine")]
-    told["imported"] = sorted(one for one in set(sys.modules) - before if one.split(".")[0] in OURS)
+    layers(report, run=name in ("on", "prepare", "first_token") or bool(missing))
+    report["counted"] = [counted("pretuned"), counted("engine")]
+    report["imported"] = sorted(module for module in set(sys.modules) - before if module.split(".")[0] in OURS)
 
 
 def counted(runs: str) -> float | None:
@@ -250,21 +250,21 @@ def register() -> None:
 
 
 def in_a_child(call: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """What ``call`` tells in a child of fork."""
+    """Return the dict that ``call`` fills in a child of fork."""
     reads, writes = os.pipe()
     child = os.fork()
     if not child:
-        told: dict[str, Any] = {}
+        report: dict[str, Any] = {}
         lines = Lines()
         logging.getLogger("vllm").addHandler(lines)
         logging.getLogger("vllm").setLevel(logging.INFO)  # as an engine does, some versions when it starts
         try:
-            call(told)
+            call(report)
         except BaseException:
-            told["failed"] = traceback.format_exc()
-        told["lines"] = [one for one in lines.lines if "pretuned" in one or "overwritten" in one]
+            report["failed"] = traceback.format_exc()
+        report["lines"] = [line for line in lines.lines if "pretuned" in line or "overwritten" in line]
         with os.fdopen(writes, "w") as file:
-            file.write(json.dumps(told))
+            file.write(json.dumps(report))
         os._exit(0)
     os.close(writes)
     with os.fdopen(reads) as file:
@@ -273,8 +273,8 @@ def in_a_child(call: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     return json.loads(said) if said else {"failed": "the child died"}  # type: ignore[no-any-return]
 
 
-def cost(told: dict[str, Any]) -> None:
-    """What registering alone costs, with what a plug-in of an engine finds imported."""
+def cost(report: dict[str, Any]) -> None:
+    """Report the cost of registering alone, with the modules that an engine's plug-in would find imported."""
     os.environ.pop("PRETUNED_VLLM", None)
     from importlib.metadata import entry_points
 
@@ -282,8 +282,8 @@ def cost(told: dict[str, Any]) -> None:
     gc.disable()  # else it may be now that Python goes through the million objects of vLLM's imports
     before, began, used = set(sys.modules), time.perf_counter(), time.process_time()
     point.load()()
-    told |= {"ms": (time.perf_counter() - began) * 1e3, "cpu_ms": (time.process_time() - used) * 1e3}
-    told["imported"] = sorted(set(sys.modules) - before)
+    report |= {"ms": (time.perf_counter() - began) * 1e3, "cpu_ms": (time.process_time() - used) * 1e3}
+    report["imported"] = sorted(set(sys.modules) - before)
 
 
 def main(names: Sequence[str]) -> None:
@@ -291,8 +291,8 @@ def main(names: Sequence[str]) -> None:
     import vllm
     import vllm.engine.arg_utils  # which loads the plug-ins, in an engine
 
-    def say(name: str, told: dict[str, Any]) -> None:
-        print(json.dumps({"scenario": name, "vllm": vllm.__version__, **told}), flush=True)
+    def say(name: str, report: dict[str, Any]) -> None:
+        print(json.dumps({"scenario": name, "vllm": vllm.__version__, **report}), flush=True)
 
     if "cost" in names:
         say("cost", in_a_child(cost))
@@ -306,13 +306,16 @@ def main(names: Sequence[str]) -> None:
     imported: list[str] = []
     for name in names:
         if name == "without:*":
-            for one in imported:
-                say(f"without:{one}", in_a_child(lambda told, one=one: scenario(f"without:{one}", told)))
+            for library in imported:
+                say(
+                    f"without:{library}",
+                    in_a_child(lambda report, library=library: scenario(f"without:{library}", report)),
+                )
         elif name != "cost":
-            told = in_a_child(lambda told, name=name: scenario(name, told))
+            report = in_a_child(lambda report, name=name: scenario(name, report))
             if name == "on":
-                imported = told.get("imported", [])
-            say(name, told)
+                imported = report.get("imported", [])
+            say(name, report)
 
 
 if __name__ == "__main__":

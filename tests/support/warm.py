@@ -28,16 +28,16 @@ class Program:
     """One that runs: what ``subprocess.Popen`` offers of it."""
 
     def __init__(
-        self, words: Words, *, env: Mapping[str, str] | None = None, cwd: Path | str | None = None, given: str = ""
+        self, words: Words, *, env: Mapping[str, str] | None = None, cwd: Path | str | None = None, stdin: str = ""
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch"])
         self._folder = tempfile.TemporaryDirectory()
         self._streams = [Path(self._folder.name) / name for name in ("in", "out", "err")]
-        for one, text in zip(self._streams, (given, "", ""), strict=True):  # killed at once it has said nothing
-            one.write_text(text)
+        for stream, text in zip(self._streams, (stdin, "", ""), strict=True):  # killed at once it has said nothing
+            stream.write_text(text)
         self.args = [sys.executable, *map(str, words)]
-        streams = [str(one) for one in self._streams]
+        streams = [str(stream) for stream in self._streams]
         self._process = context.Process(
             target=_main,
             args=(self.args[1:], dict(os.environ if env is None else env), str(cwd or Path.cwd()), streams),
@@ -58,21 +58,21 @@ class Program:
             if late := self._process.exitcode is None:
                 self._process.kill()
                 self._process.join()
-            told = [one.read_text() for one in self._streams[1:]]
+            outputs = [stream.read_text() for stream in self._streams[1:]]
         if late:
-            raise subprocess.TimeoutExpired(self.args, timeout_s, *told)
-        return subprocess.CompletedProcess(self.args, self._process.exitcode, *told)
+            raise subprocess.TimeoutExpired(self.args, timeout_s, *outputs)
+        return subprocess.CompletedProcess(self.args, self._process.exitcode, *outputs)
 
 
 def run(
-    words: Words, *, env: Mapping[str, str] | None = None, cwd: Path | str | None = None, given: str = ""
+    words: Words, *, env: Mapping[str, str] | None = None, cwd: Path | str | None = None, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """``python WORDS``, with ``given`` on its standard input."""
-    return Program(words, env=env, cwd=cwd, given=given).wait()
+    return Program(words, env=env, cwd=cwd, stdin=stdin).wait()
 
 
 def _main(words: list[str], environment: dict[str, str], cwd: str, streams: list[str]) -> None:
-    """What Python does with its words, in the fork."""
+    """Run Python's words in the forked process, like ``python`` does."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, (name, flags) in enumerate(zip(streams, (os.O_RDONLY, os.O_WRONLY, os.O_WRONLY), strict=True)):
         opened = os.open(name, flags)

@@ -31,18 +31,18 @@ _COMPARES: dict[str, Callable[[Values, Values], Values]] = {
 
 def _check_names(statements: list[str]) -> None:
     """That an assembler would know each name, and know it once."""
-    known: list[str] = []
-    for kinds in (one for one in statements if one.startswith(".reg")):
+    labels: list[str] = []
+    for kinds in (statement for statement in statements if statement.startswith(".reg")):
         for name in kinds.split(maxsplit=2)[2].split(","):
             stem, _, many = name.strip().rstrip(">").partition("<")
-            known += [f"{stem}{i}" for i in range(int(many))] if many else [stem]
-    known += [one[:-1] for one in statements if one.endswith(":")]
-    assert len(set(known)) == len(known), "a name is there twice"
-    for one in statements:
-        if not one.startswith(".reg") and not one.endswith(":"):
-            guard, operands = re.fullmatch(r"(?:@!?(\w+) +)?\S+ *(.*)", one).groups()  # type: ignore[union-attr]
-            names = {*re.findall(r"(?<![\w$%.])[A-Za-z_]\w*", operands), guard or known[0]}
-            assert names <= {*known}, f"{one}: what is {names - {*known}}?"
+            labels += [f"{stem}{i}" for i in range(int(many))] if many else [stem]
+    labels += [statement[:-1] for statement in statements if statement.endswith(":")]
+    assert len(set(labels)) == len(labels), "a name is there twice"
+    for statement in statements:
+        if not statement.startswith(".reg") and not statement.endswith(":"):
+            guard, operands = re.fullmatch(r"(?:@!?(\w+) +)?\S+ *(.*)", statement).groups()  # type: ignore[union-attr]
+            names = {*re.findall(r"(?<![\w$%.])[A-Za-z_]\w*", operands), guard or labels[0]}
+            assert names <= {*labels}, f"{statement}: what is {names - {*labels}}?"
 
 
 @functools.cache
@@ -101,31 +101,31 @@ class Warp:
             if name in ("redux", "shfl", "vote"):
                 assert active.all(), "a warp's word in a part of it"
                 assert names.pop() == "0xffffffff"
-            given = [self._value(n) for n in names]
+            operand_values = [self._value(n) for n in names]
             if kind.startswith("s") and not (name == "shl" or kind == "s64"):
-                given = [_signed(v) for v in given]
+                operand_values = [_signed(v) for v in operand_values]
             if name == "shfl" and word[2] == "up":
                 into, moved = into.split("|")
-                distance = int(given[1][0])
+                distance = int(operand_values[1][0])
                 self.registers[moved] = np.arange(LANES) >= distance
-                values = np.where(np.arange(LANES) >= distance, np.roll(given[0], distance), given[0])
+                values = np.where(np.arange(LANES) >= distance, np.roll(operand_values[0], distance), operand_values[0])
             else:
-                values = self._result(name, word, given)
+                values = self._result(name, word, operand_values)
                 wide = kind in ("s64", "b64") or (name == "mul" and word[1] == "wide")
                 values = values if wide or name == "setp" else values & _WORD
         before = self.registers.get(into, np.zeros(LANES, np.int64))
         self.registers[into] = np.where(active, values, before)
 
-    def _result(self, name: str, word: list[str], given: list[Values]) -> Values:
+    def _result(self, name: str, word: list[str], operands: list[Values]) -> Values:
         if name == "setp":
-            return _COMPARES[word[1]](given[0], given[1])
+            return _COMPARES[word[1]](operands[0], operands[1])
         if name == "redux":
-            return np.full(LANES, given[0].sum())
+            return np.full(LANES, operands[0].sum())
         if name == "vote":
-            return np.full(LANES, sum(1 << i for i in range(LANES) if given[0][i]))
+            return np.full(LANES, sum(1 << i for i in range(LANES) if operands[0][i]))
         if name == "shfl":  # idx
-            return given[0][given[1] % LANES]
-        one: dict[str, Callable[..., Values]] = {
+            return operands[0][operands[1] % LANES]
+        unary: dict[str, Callable[..., Values]] = {
             "mov": lambda a: a,
             "add": np.add,
             "sub": np.subtract,
@@ -143,4 +143,4 @@ class Warp:
             "clz": lambda a: np.array([32 - int(v).bit_length() for v in a]),
             "brev": lambda a: np.array([int(f"{int(v):032b}"[::-1], 2) for v in a]),
         }
-        return one[name](*given)
+        return unary[name](*operands)

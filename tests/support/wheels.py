@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def copy_tree(tree: Path) -> None:
-    """What git would hold: ``tree``, an empty folder, gets a copy without ignored files."""
+    """Copy all files that git would hold to ``tree``, an empty folder."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,

@@ -98,7 +98,7 @@ class Experts:
 
     @property
     def is_padded(self) -> bool:
-        """Whether prepared weights are wider than what SGLang loads."""
+        """True if prepared weights are wider than what SGLang loads."""
         return bool(self._sizes) and self._sizes[1][1] != self.width
 
     def prepare(self, layer: Any) -> None:

@@ -52,19 +52,19 @@ def bundles(
     )
     with alone(compiled_dir.parent / "small.lock"):
         report = build(small_plan, (80, 90), options)
-    assert [one.failed for one in report.bundles] == [0, 0]
-    return {one.target.sm: codec.decode(one.path.read_bytes(), str(one.path)) for one in report.bundles}
+    assert [bundle.failed for bundle in report.bundles] == [0, 0]
+    return {bundle.target.sm: codec.decode(bundle.path.read_bytes(), str(bundle.path)) for bundle in report.bundles}
 
 
 def test_the_files_are_sound_bundles(bundles: dict[int, Bundle], options: Make, small_plan: BuildPlan) -> None:
     report = build(small_plan, (80, 90), options(name="mine"))
-    assert [one.path.name for one in report.bundles] == ["mine-sm80.msgpack", "mine-sm90.msgpack"]
-    assert [str(one.target) for one in report.bundles] == ["sm_80", "sm_90a"]
-    for one in report.bundles:
-        assert verify(str(one.path)).variants == one.variants
-        assert one.size_bytes == one.path.stat().st_size
-        with open_bundle(one.path) as opened:
-            assert codec.encode(opened.load()) == one.path.read_bytes()
+    assert [bundle.path.name for bundle in report.bundles] == ["mine-sm80.msgpack", "mine-sm90.msgpack"]
+    assert [str(bundle.target) for bundle in report.bundles] == ["sm_80", "sm_90a"]
+    for bundle in report.bundles:
+        assert verify(str(bundle.path)).variants == bundle.variants
+        assert bundle.size_bytes == bundle.path.stat().st_size
+        with open_bundle(bundle.path) as opened:
+            assert codec.encode(opened.load()) == bundle.path.read_bytes()
 
 
 def test_there_is_a_choice_for_every_problem_and_bucket(bundles: dict[int, Bundle], small_plan: BuildPlan) -> None:
@@ -111,10 +111,10 @@ def test_what_a_bundle_says_of_its_making(bundles: dict[int, Bundle]) -> None:
 
 def test_a_second_build_compiles_nothing(bundles: dict[int, Bundle], options: Make, small_plan: BuildPlan) -> None:
     first = build(small_plan, (80, 90), options())
-    before = [(one.path.stat().st_mtime_ns, one.path.stat().st_ino) for one in first.bundles]
+    before = [(bundle.path.stat().st_mtime_ns, bundle.path.stat().st_ino) for bundle in first.bundles]
     second = build(small_plan, (80, 90), options(compile_one=misbehaving.must_not_run))
-    assert [(one.compiled, one.failed, one.unchanged) for one in second.bundles] == [(0, 0, True)] * 2
-    assert [(one.path.stat().st_mtime_ns, one.path.stat().st_ino) for one in second.bundles] == before
+    assert [(bundle.compiled, bundle.failed, bundle.unchanged) for bundle in second.bundles] == [(0, 0, True)] * 2
+    assert [(bundle.path.stat().st_mtime_ns, bundle.path.stat().st_ino) for bundle in second.bundles] == before
 
 
 _BUILD = """
@@ -183,43 +183,43 @@ def test_failed_variants_are_reported_and_not_fatal(options: Make, small_plan: B
         return (Config(16, 32, 64, 4, 2), Config(16, 32, 64, 4, 5))
 
     space = Pool(aligned, options().space.fallbacks)
-    (one,) = build(small_plan, (80,), options(space=space, compile_one=misbehaving.refuses)).bundles
-    assert one.failed == 1
-    assert [dropped.reason for dropped in one.dropped] == [
+    (bundle,) = build(small_plan, (80,), options(space=space, compile_one=misbehaving.refuses)).bundles
+    assert bundle.failed == 1
+    assert [dropped.reason for dropped in bundle.dropped] == [
         "forward bf16 16x32x64 w4 s5 g8 persistent for sm_80: no such instruction"
     ]
-    assert one.to_dict()["failed"] == 1
+    assert bundle.to_dict()["failed"] == 1
     # And the three passes of a forward, aligned and not; the list of rows, the sort, and clear.
-    assert verify(str(one.path)).variants == 6 + 6 + 3
+    assert verify(str(bundle.path)).variants == 6 + 6 + 3
 
 
 def test_a_variant_that_does_not_fit_is_pruned_with_its_figures(options: Make, small_plan: BuildPlan) -> None:
     def aligned(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
         return (Config(16, 32, 64, 4, 2), Config(128, 128, 64, 8, 8))
 
-    (one,) = build(small_plan, (80,), options(space=Pool(aligned, options().space.fallbacks))).bundles
-    assert one.pruned == 2  # plain, and moving rows
-    assert {dropped.reason for dropped in one.dropped} == {"229376 bytes of shared memory, sm_80 has 166912"}
+    (bundle,) = build(small_plan, (80,), options(space=Pool(aligned, options().space.fallbacks))).bundles
+    assert bundle.pruned == 2  # plain, and moving rows
+    assert {dropped.reason for dropped in bundle.dropped} == {"229376 bytes of shared memory, sm_80 has 166912"}
 
 
 def test_nothing_is_written_where_an_op_has_no_variant_left(
     options: Make, small_plan: BuildPlan, bundles: dict[int, Bundle]
 ) -> None:
     first = build(small_plan, (80, 90), options())
-    before = [one.path.read_bytes() for one in first.bundles]
+    before = [bundle.path.read_bytes() for bundle in first.bundles]
     with pytest.raises(CompileError, match=r"(?s)sm_80: not one variant of forward bf16 can be used.*no such inst"):
         build(small_plan, (80, 90), options(cache=None, compile_one=misbehaving.refuses_all))
-    assert [one.path.read_bytes() for one in first.bundles] == before
+    assert [bundle.path.read_bytes() for bundle in first.bundles] == before
     left = {path.name for path in options().out.iterdir()} - {".pretuned.lock"}
-    assert left == {one.path.name for one in first.bundles}
+    assert left == {bundle.path.name for bundle in first.bundles}
 
 
 def test_the_reasons_to_reject_a_variant(bundles: dict[int, Bundle]) -> None:
     def altered(variant: Variant, **figures: int) -> str | None:
         return rejection(variant._replace(**figures), arch_of(80))
 
-    aligned = next(one for one in bundles[80].variants if one.alignment == 16)
-    fallback = next(one for one in bundles[80].variants if one.alignment == 1)
+    aligned = next(variant for variant in bundles[80].variants if variant.alignment == 16)
+    fallback = next(variant for variant in bundles[80].variants if variant.alignment == 1)
     assert altered(aligned) is None
     assert altered(aligned, shared_bytes=163 * 1024) is None
     assert altered(aligned, shared_bytes=163 * 1024 + 1) == "166913 bytes of shared memory, sm_80 has 166912"
@@ -243,10 +243,10 @@ def test_one_class_of_experts_serves_512_and_another_any_number(small_space: Poo
 def test_what_counts_few_experts_alone_still_serves_those_beside_a_larger_family() -> None:
     def largest(*experts: int) -> set[int]:
         problems = [Problem(Op.FORWARD, DType.BF16, E, 256, 256) for E in experts]
-        found = specs(problems, 90, Pool())
+        listed = specs(problems, 90, Pool())
         return {
             spec.max_experts
-            for spec in found
+            for spec in listed
             if spec.alignment == 16 and (spec.config.schedule.warp_specialized or spec.config.schedule is Schedule.TILE)
         }
 
@@ -274,8 +274,8 @@ def test_what_is_the_same_code_is_compiled_once(small_space: Pool) -> None:
     assert len(once) == 16  # a forward of w [E, K, N] is dX of [E, N, K], and has no variants of its own
     assert sorted(map(len, once)) == [1] * 14 + [2] * 2
     for first, *rest in once:
-        assert {one.layout for one in (first, *rest)} == {Layout.NK}
-        assert {Family.of(one) for one in rest}.isdisjoint({Family.of(first)})
+        assert {spec.layout for spec in (first, *rest)} == {Layout.NK}
+        assert {Family.of(spec) for spec in rest}.isdisjoint({Family.of(first)})
 
 
 def test_moving_rows_has_one_candidate_of_a_kind_and_tile_size() -> None:
@@ -285,21 +285,33 @@ def test_moving_rows_has_one_candidate_of_a_kind_and_tile_size() -> None:
             for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)
         )
         tiles = [
-            (one.block_m, one.block_n, one.block_k, one.schedule.warp_specialized, one.cache is Cache.EVICT_FIRST)
-            for one in gathers
+            (
+                gather.block_m,
+                gather.block_n,
+                gather.block_k,
+                gather.schedule.warp_specialized,
+                gather.cache is Cache.EVICT_FIRST,
+            )
+            for gather in gathers
         ]
         assert gathers == tuple(
-            one for one in scatters if one.schedule is not Schedule.PINGPONG and one.rows is TileRows.FIXED
+            config for config in scatters if config.schedule is not Schedule.PINGPONG and config.rows is TileRows.FIXED
         )
         assert len(set(tiles)) == len(tiles) < len(plain)
         rest = [
-            one for one in plain if one.schedule is not Schedule.PINGPONG and one.rows is TileRows.FIXED
+            config for config in plain if config.schedule is not Schedule.PINGPONG and config.rows is TileRows.FIXED
         ]  # which gather none
         assert set(tiles) == {
-            (one.block_m, one.block_n, one.block_k, one.schedule.warp_specialized, one.cache is Cache.EVICT_FIRST)
-            for one in rest
+            (
+                config.block_m,
+                config.block_n,
+                config.block_k,
+                config.schedule.warp_specialized,
+                config.cache is Cache.EVICT_FIRST,
+            )
+            for config in rest
         }
-        assert list(gathers) == [one for one in plain if one in gathers]
+        assert list(gathers) == [config for config in plain if config in gathers]
 
 
 @pytest.fixture(scope="session")
@@ -310,23 +322,23 @@ def training(
     space = Pool(lambda op, dtype, sm: small_space.aligned(op, dtype, sm)[:1], small_space.fallbacks)
     options = BuildOptions(tmp_path_factory.mktemp("all"), cache=CompileCache(compiled_dir), space=space)
     report = build(training_plan, (80, 90), options)
-    for one in report.bundles:
-        assert verify(str(one.path)).variants == one.variants
+    for bundle in report.bundles:
+        assert verify(str(bundle.path)).variants == bundle.variants
     # NONE and the moving form of the forward and of dX (in the other layout they are each other's), aligned and not,
     # and dW; on 90 what gathers is apart. And four passes, the list of rows, the sort, and clear.
-    assert [one.compiled + one.cached for one in report.bundles] == [2 * 2 * 2 + 2 + 11, 2 * (2 + 3) + 2 + 11]
-    return {one.target.sm: codec.decode(one.path.read_bytes(), str(one.path)) for one in report.bundles}
+    assert [bundle.compiled + bundle.cached for bundle in report.bundles] == [2 * 2 * 2 + 2 + 11, 2 * (2 + 3) + 2 + 11]
+    return {bundle.target.sm: codec.decode(bundle.path.read_bytes(), str(bundle.path)) for bundle in report.bundles}
 
 
 def test_training_has_its_own_variant_for_every_form(training: dict[int, Bundle]) -> None:
     for sm, bundle in training.items():
-        names = {(Family.of(one), one.alignment) for one in bundle.variants}
+        names = {(Family.of(variant), variant.alignment) for variant in bundle.variants}
         assert len(names) == len(bundle.variants) == 2 * (3 * 2 + 1 + 4) + 3
         for problem, choices in bundle.choices.items():
             for choice in choices:
                 assert Family.of(bundle.variants[choice.variant]) == Family.of(problem)
         for variant in bundle.variants:
-            maps = [one.argument for one in variant.tensor_maps]
+            maps = [tensor_map.argument for tensor_map in variant.tensor_maps]
             if sm == 80 or variant.alignment == 1:
                 assert maps == []
             elif variant.op is Op.DW:
@@ -336,14 +348,16 @@ def test_training_has_its_own_variant_for_every_form(training: dict[int, Bundle]
             else:
                 assert maps == (["w"] if variant.fusion is Fusion.GATHER else ["x", "w"])
         others = (*MAKES_CODES, *WEIGHT_OPS)  # which quantised weights alone have
-        passes = {one.value for one in RowOp if one not in others}
+        passes = {op.value for op in RowOp if op not in others}
         assert {kernel.name for kernel in bundle.kernels} == {"rows", "weight", *passes}
 
 
 def test_shared_code_is_the_same_bytes_as_compiled_by_itself(training: dict[int, Bundle]) -> None:
     bundle = training[80]
     at = next(
-        i for i, one in enumerate(bundle.variants) if (one.op, one.fusion, one.alignment) == (Op.DX, Fusion.SCATTER, 16)
+        i
+        for i, variant in enumerate(bundle.variants)
+        if (variant.op, variant.fusion, variant.alignment) == (Op.DX, Fusion.SCATTER, 16)
     )
     variant = bundle.variants[at]
     spec = Spec(variant.op, variant.dtype, Config.from_pairs(variant.config), variant.layout, variant.fusion)
@@ -355,10 +369,10 @@ def test_shared_code_is_the_same_bytes_as_compiled_by_itself(training: dict[int,
 
 def test_at_most_sixteen_configs_a_family_ship(options: Make, bundles: dict[int, Bundle]) -> None:
     shapes = load_models(["Qwen/Qwen3-30B-A3B"], (Op.FORWARD,)).shapes
-    (one,) = build(plan(shapes), (80,), options()).bundles
-    found = codec.decode(one.path.read_bytes(), "it").variants
-    assert len({variant.config for variant in found}) <= 16
-    assert len({Family.of(variant) for variant in found if isinstance(variant.op, Op)}) == 3
+    (bundle,) = build(plan(shapes), (80,), options()).bundles
+    variants = codec.decode(bundle.path.read_bytes(), "it").variants
+    assert len({variant.config for variant in variants}) <= 16
+    assert len({Family.of(variant) for variant in variants if isinstance(variant.op, Op)}) == 3
 
 
 def test_observers_hear_of_every_variant(bundles: dict[int, Bundle], options: Make, small_plan: BuildPlan) -> None:
@@ -437,11 +451,11 @@ def test_each_capability_has_a_quantised_model_as_it_can(tmp_path: Path) -> None
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     listed = load_models([f"{tmp_path} name=mine tokens=1..8 ops=forward layout=nk"])
-    report = build(plan(listed.shapes), (80, 90), BuildOptions(tmp_path / "out", shipped=Shipped.found))
+    report = build(plan(listed.shapes), (80, 90), BuildOptions(tmp_path / "out", shipped=Shipped.in_packages))
     built = {}
-    for one in report.bundles:
-        assert one.compiled == 0
-        with open_bundle(one.path) as opened:
-            built[one.target.sm] = {(model.name, model.dtype, bool(model.problems)) for model in opened.models()}
+    for bundle in report.bundles:
+        assert bundle.compiled == 0
+        with open_bundle(bundle.path) as opened:
+            built[bundle.target.sm] = {(model.name, model.dtype, bool(model.problems)) for model in opened.models()}
     able = bool(candidates(Op.FORWARD, DType.MXFP4, 80))
     assert built == {80: {("mine", DType.MXFP4 if able else DType.BF16, True)}, 90: {("mine", DType.MXFP4, True)}}

@@ -38,11 +38,11 @@ def built(tmp_path: Path, compiled_models: Path) -> Place:
 
 
 def descendants(pid: int) -> list[int]:
-    found = []
+    seen = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, task.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
+            seen += [child, *descendants(child)]
+    return seen
 
 
 def alive(pid: int) -> bool:
@@ -116,7 +116,7 @@ def test_a_killed_builds_folder_goes_while_compilers_are_at_work(place: Place, k
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=place.environment(), start_new_session=True
         ) as process:
-            until(lambda: sum(one.name.isdigit() for one in place.tmp.rglob("*")) == 2, 60, "no worker is at work")
+            until(lambda: sum(path.name.isdigit() for path in place.tmp.rglob("*")) == 2, 60, "no worker is at work")
             workers = descendants(process.pid)
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=60)
@@ -135,7 +135,7 @@ def test_ctrl_c_while_the_workers_start_and_more_while_it_tidies(place: Place, w
         start_new_session=True,
     ) as process:
         # (A folder of its own: before, Python looks whether it can write there, with a file that it takes away again.)
-        until(lambda: any(one.is_dir() for one in place.tmp.iterdir()), 60, "it does not start")
+        until(lambda: any(path.is_dir() for path in place.tmp.iterdir()), 60, "it does not start")
         until(lambda: started(process.pid) >= workers, 60, "no worker starts")
         for _ in range(5):
             os.killpg(process.pid, signal.SIGINT)
@@ -151,11 +151,11 @@ def test_ctrl_c_while_the_workers_start_and_more_while_it_tidies(place: Place, w
 
 def started(pid: int) -> int:
     """How many workers of a build there are."""
-    found = 0
+    count = 0
     for child in descendants(pid):
         with contextlib.suppress(OSError):
-            found += b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
-    return found
+            count += b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+    return count
 
 
 @pytest.mark.parametrize(
@@ -192,14 +192,14 @@ def calls_on_the_output(place: Place, command: list[str]) -> list[tuple[str, int
     done = place.run(["strace", "-f", "-y", "-o", str(log), "-e", f"trace={','.join(CALLS)}", *command])
     assert done.returncode == 0, done.stderr
     counts: dict[tuple[str, str], int] = {}
-    found = []
+    seen = []
     for line in log.read_text().splitlines():
         pid, _, call = line.partition(" ")
         name, _, arguments = call.strip().partition("(")
         counts[pid, name] = counts.get((pid, name), 0) + 1  # strace counts each process by itself
         if re.match(rf'(\d+<|"){re.escape(str(place.out))}', arguments):
-            found.append((name, counts[pid, name]))
-    return found
+            seen.append((name, counts[pid, name]))
+    return seen
 
 
 def test_a_build_that_is_killed_at_any_call_while_it_publishes(built: Place) -> None:
@@ -274,7 +274,7 @@ cat '{built.bundle}'
 
 
 def test_a_read_only_compile_cache_costs_one_note(place: Place, compiled_models: Path) -> None:
-    """What is there is used, the rest compiled, and nothing kept."""
+    """Cached variants are used, the rest compiled, and nothing is stored."""
     fill(place.cache, compiled_models, lacking=1)
     script = f"""
 mount --bind '{place.cache}' '{place.cache}'

@@ -1,4 +1,4 @@
-"""What ``aot plan`` expects beside what a build took."""
+"""The times that ``aot plan`` estimates, compared with those that a build took."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def planned() -> BuildPlan:
 
 
 def test_it_is_near_what_a_build_took(planned: BuildPlan) -> None:
-    for one in estimate(planned, (80, 90), None, 1, lambda sm: Shipped()):
-        assert one.shipped == 0
-        assert one.seconds == pytest.approx(CPU_S[one.sm], rel=0.15)
-        assert one.size_bytes == pytest.approx(SIZE_BYTES[one.sm], rel=0.15)
+    for expected in estimate(planned, (80, 90), None, 1, lambda sm: Shipped()):
+        assert expected.shipped == 0
+        assert expected.seconds == pytest.approx(CPU_S[expected.sm], rel=0.15)
+        assert expected.size_bytes == pytest.approx(SIZE_BYTES[expected.sm], rel=0.15)
 
 
 def test_workers_share_the_time(planned: BuildPlan) -> None:
-    one, two = (estimate(planned, (90,), None, workers, lambda sm: Shipped())[0] for workers in (1, 2))
-    assert 0.5 * one.seconds < two.seconds < 0.53 * one.seconds
+    single, two = (estimate(planned, (90,), None, workers, lambda sm: Shipped())[0] for workers in (1, 2))
+    assert 0.5 * single.seconds < two.seconds < 0.53 * single.seconds
 
 
 class Plain(CompileCache):
@@ -55,13 +55,13 @@ class Plain(CompileCache):
 
 @pytest.mark.slow
 def test_what_is_compiled_costs_nothing_and_specialised_code_more(planned: BuildPlan, tmp_path: Path) -> None:
-    (every,) = estimate(planned, (90,), None, workers=1)
+    (estimated,) = estimate(planned, (90,), None, workers=1)
     (rest,) = estimate(planned, (90,), Plain(tmp_path), workers=1)
-    assert every.cached == 0
-    assert rest.variants == every.variants
-    left = (rest.variants - (rest.cached or 0)) / every.variants
+    assert estimated.cached == 0
+    assert rest.variants == estimated.variants
+    left = (rest.variants - (rest.cached or 0)) / estimated.variants
     assert 0.1 < left < 0.4
-    assert 1.5 * left < rest.seconds / every.seconds < 3 * left
+    assert 1.5 * left < rest.seconds / estimated.seconds < 3 * left
     (none,) = estimate(planned, (80,), Plain(tmp_path), workers=1)
     assert none.cached == none.variants
     assert none.seconds < 4.0  # 3 s on two cores: reading what ships, and choosing

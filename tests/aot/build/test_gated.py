@@ -90,8 +90,10 @@ def _fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
 
 class Space(Pool):
     def candidates(self, family: Family, sm: int, ops: Iterable[Op] = ()) -> tuple[Config, ...]:
-        found = Pool.candidates(self, family, sm, ops)
-        return found[-1:] if family.fusion and not optional(family) else found  # moving rows is compiled for long
+        candidates = Pool.candidates(self, family, sm, ops)
+        return (
+            candidates[-1:] if family.fusion and not optional(family) else candidates
+        )  # moving rows is compiled for long
 
 
 SPACE = Space(_aligned, _fallbacks)
@@ -115,24 +117,24 @@ def gpus(
 ) -> Iterator[list[local.LocalExecutor]]:
     """A worker process without a GPU."""
     with open_bundle(candidates) as bundle, scratch_folder() as scratch:
-        one = local.LocalExecutor(
+        executor = local.LocalExecutor(
             Setup(str(candidates), bundle.digest, 0), scratch, greet=faketimer.greet, run=run, timeout_s=60.0
         )
         try:
-            yield [one]
+            yield [executor]
         finally:
-            one.shutdown()
+            executor.shutdown()
 
 
 def problems_of(planned: BuildPlan) -> tuple[Problem, ...]:
     """The form for rows gathered beforehand, and the one that gathers them."""
-    found = tuple(one for one in planned.problems if optional(one))
-    assert [one.fusion for one in found] == [Fusion.SILU, BOTH]
-    return found
+    kept = tuple(problem for problem in planned.problems if optional(problem))
+    assert [problem.fusion for problem in kept] == [Fusion.SILU, BOTH]
+    return kept
 
 
 def gated_code(bundle: Bundle) -> list[Variant]:
-    return [one for one in bundle.variants if optional(one)]
+    return [variant for variant in bundle.variants if optional(variant)]
 
 
 def test_what_is_planned(planned: BuildPlan) -> None:
@@ -157,10 +159,10 @@ def test_what_is_planned(planned: BuildPlan) -> None:
 )
 def test_where_it_is_not_planned(changes: dict[str, object]) -> None:
     assert sum(map(optional, plan([QWEN3]).problems)) == 2
-    made = plan([replace(QWEN3, **changes)])  # type: ignore[arg-type]
-    assert made.problems
-    assert not any(map(optional, made.problems))
-    assert not any(optional(problem) for model in made.models for problem in model.problems)
+    planned = plan([replace(QWEN3, **changes)])  # type: ignore[arg-type]
+    assert planned.problems
+    assert not any(map(optional, planned.problems))
+    assert not any(optional(problem) for model in planned.models for problem in model.problems)
 
 
 @pytest.mark.parametrize(("E", "least"), [(8, 1024), (64, 1024), (128, 2048), (512, 8192)])
@@ -173,7 +175,7 @@ def test_a_capability_without_its_code_has_no_such_problem(planned: BuildPlan) -
     for sms, has in (((80,), False), ((100, 120), False), ((90,), True), ((80, 90), True)):
         here = planned_on(planned, sms)
         assert any(map(optional, here.problems)) is has
-        assert any(optional(one) for model in here.models for one in model.problems) is has
+        assert any(optional(problem) for model in here.models for problem in model.problems) is has
         assert len(here.problems) == 4 + 2 * has
     (old, new) = estimate(planned, (80, 90), None)
     assert (old.problems, new.problems) == (4, 6)
@@ -181,10 +183,10 @@ def test_a_capability_without_its_code_has_no_such_problem(planned: BuildPlan) -
 
 
 def test_its_code_is_that_of_few_specialised_configs(planned: BuildPlan) -> None:
-    found = [one for one in specs(planned.problems, 90, Pool()) if optional(one)]
-    assert all(one.config.schedule.warp_specialized and one.config.block_n in GATED_COLUMNS for one in found)
-    assert {one.alignment for one in found} == {16}
-    first, gathers = ([one.config for one in found if one.fusion is fusion] for fusion in (Fusion.SILU, BOTH))
+    gated = [spec for spec in specs(planned.problems, 90, Pool()) if optional(spec)]
+    assert all(spec.config.schedule.warp_specialized and spec.config.block_n in GATED_COLUMNS for spec in gated)
+    assert {spec.alignment for spec in gated} == {16}
+    first, gathers = ([spec.config for spec in gated if spec.fusion is fusion] for fusion in (Fusion.SILU, BOTH))
     assert first == gathers  # both codes of each
     assert 0 < len(first) <= GATED_CONFIGS
     assert first[0] == search.candidates(Op.FORWARD, DType.BF16, 90)[0]
@@ -196,14 +198,14 @@ FEW = [(DType.BF16, WIDE, Fusion.SILU, Layout.NK), (DType.FP16, HALF, BOTH, Layo
 
 @pytest.mark.parametrize(
     ("dtype", "config", "fusion", "layout"),
-    [pytest.param(*one, marks=() if one in FEW else pytest.mark.nightly) for one in COMPILED],
+    [pytest.param(*case, marks=() if case in FEW else pytest.mark.nightly) for case in COMPILED],
     ids=str,
 )
 def test_it_compiles(dtype: DType, config: Config, fusion: Fusion, layout: Layout) -> None:
-    made = compile_variant(Spec(Op.FORWARD, dtype, config, layout, fusion), 90)
-    variant = made.variant
+    compiled = compile_variant(Spec(Op.FORWARD, dtype, config, layout, fusion), 90)
+    variant = compiled.variant
     assert (variant.kernel, variant.fusion, variant.spill_bytes) == ("rows_specialized", fusion, 0)
-    maps = {one.argument: one.box for one in variant.tensor_maps}
+    maps = {tensor_map.argument: tensor_map.box for tensor_map in variant.tensor_maps}
     assert set(maps) == {"w", "y_map"} | ({"x"} if fusion is Fusion.SILU else set())
     assert maps["y_map"] == (1, 1, 64, 64)
     assert variant.threads * variant.registers <= 65536
@@ -212,21 +214,21 @@ def test_it_compiles(dtype: DType, config: Config, fusion: Fusion, layout: Layou
 @pytest.mark.nightly
 def test_a_build_for_several_capabilities(planned: BuildPlan, compiled_dir: Path, tmp_path: Path) -> None:
     options = BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=SPACE)
-    older, newer = (sound(str(one.path)) for one in build(planned, (80, 90), options).bundles)
+    older, newer = (sound(str(bundle.path)) for bundle in build(planned, (80, 90), options).bundles)
     assert not gated_code(older)
     assert not any(map(optional, older.choices))
-    assert [len(one.problems) for one in (*older.models, *newer.models)] == [4, 6]
-    assert {one.fusion for one in gated_code(newer)} == {Fusion.SILU, BOTH}
+    assert [len(model.problems) for model in (*older.models, *newer.models)] == [4, 6]
+    assert {variant.fusion for variant in gated_code(newer)} == {Fusion.SILU, BOTH}
     assert len(gated_code(newer)) <= 4
     for problem in problems_of(planned):
-        assert [one.bucket for one in newer.choices[problem]] == [1024, 2048]
+        assert [choice.bucket for choice in newer.choices[problem]] == [1024, 2048]
         for gated in newer.choices[problem]:  # no estimate is above that of the product in the same config
             assert gated.source is Source.MODELLED
             assert newer.variants[gated.variant].fusion is problem.fusion
             assert newer.variants[gated.variant].config in (WIDE.pairs(), HALF.pairs())
     assert codec.encode(codec.decode(codec.encode(newer), "again")) == codec.encode(newer)
     again = build(planned, (80, 90), options)
-    assert all(one.unchanged for one in again.bundles)
+    assert all(bundle.unchanged for bundle in again.bundles)
 
 
 def test_the_tuner_measures_it_like_the_others(candidates: Path, planned: BuildPlan, tmp_path: Path) -> None:
@@ -234,26 +236,30 @@ def test_the_tuner_measures_it_like_the_others(candidates: Path, planned: BuildP
     with gpus(candidates) as here:
         outcome = tune_problems(planned.buckets, candidates, journal, executors=here)
     assert (outcome.measured, outcome.left) == (planned.choices, 0)
-    found = read_candidates(candidates, planned)
-    records = {(one.problem, one.bucket): one for one in read_journal(journal).records if isinstance(one, Measured)}
+    read = read_candidates(candidates, planned)
+    records = {
+        (record.problem, record.bucket): record
+        for record in read_journal(journal).records
+        if isinstance(record, Measured)
+    }
     for (problem, bucket), record in records.items():  # what the runtime holds against the plain product
         product = plain_of(problem)
         assert (product is None) == (problem.fusion in (Fusion.NONE, Fusion.SCATTER))
         if product is None:
             assert record.plain is None
         else:
-            best = min(records[product, bucket].timings, key=lambda one: (one.time_ns, one.variant))
+            best = min(records[product, bucket].timings, key=lambda timing: (timing.time_ns, timing.variant))
             assert record.plain == (best.variant, best.ns)
-    bundle = measured_bundle(planned, found, read_journal(journal))
-    told = sheet("t", {}, bundle, [read_journal(journal)], None)
+    bundle = measured_bundle(planned, read, read_journal(journal))
+    page = sheet("t", {}, bundle, [read_journal(journal)], None)
     for problem in problems_of(planned):
         for choice in bundle.choices[problem]:
             chosen = bundle.variants[choice.variant]
             assert (choice.source, chosen.fusion) == (Source.MEASURED, problem.fusion)
             assert choice.time_ns == faketimer.time_ns(MeasureJob(problem, choice.bucket, ()), chosen.cubin_sha256)
-        cells = [cell for gemm in told.gemms for cell in gemm.cells if cell.problem == problem]
+        cells = [cell for gemm in page.gemms for cell in gemm.cells if cell.problem == problem]
         assert [(cell.bucket, cell.state.value) for cell in cells] == [(1024, "measured"), (2048, "measured")]
-    assert not any(cell.state.value == "missing" for gemm in told.gemms for cell in gemm.cells)
+    assert not any(cell.state.value == "missing" for gemm in page.gemms for cell in gemm.cells)
 
 
 def test_code_of_it_that_is_wrong_does_not_ship_and_hinders_nothing(
@@ -291,30 +297,30 @@ def test_candidates_of_an_earlier_version_are_measured_and_built_without_it(
 def test_merge_diff_and_prune(
     planned: BuildPlan, compiled_dir: Path, tmp_path: Path, options: Callable[..., BuildOptions]
 ) -> None:
-    given = BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=SPACE)
+    settings = BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=SPACE)
     problems = problems_of(planned)
-    (built,) = build(planned, (90,), given).bundles
+    (built,) = build(planned, (90,), settings).bundles
     earlier = planned.without(set(problems))
-    (plain,) = build(earlier, (90,), dataclasses.replace(given, name="plain")).bundles
+    (plain,) = build(earlier, (90,), dataclasses.replace(settings, name="plain")).bundles
     new, old = sound(str(built.path)), sound(str(plain.path))
     both = merge({"new": new, "old": old}).bundle
     for problem in problems:
         assert both.choices[problem] == tuple(
-            one._replace(
-                variant=both.variants.index(new.variants[one.variant]),
-                runner_up=None if one.runner_up is None else both.variants.index(new.variants[one.runner_up]),
+            choice._replace(
+                variant=both.variants.index(new.variants[choice.variant]),
+                runner_up=None if choice.runner_up is None else both.variants.index(new.variants[choice.runner_up]),
             )
-            for one in new.choices[problem]
+            for choice in new.choices[problem]
         )
     changes = diff(old, both)
     assert changes.problems_added == problems
-    assert {one.fusion for one in changes.variants_added} == {Fusion.SILU, BOTH}
+    assert {value.fusion for value in changes.variants_added} == {Fusion.SILU, BOTH}
     kept = prune(both, planned, "both")
     assert not kept.missing
     assert set(kept.bundle.choices) == set(planned.problems)
     lacking = prune(old, planned, "old")
     assert dict(lacking.missing) == dict.fromkeys(problems, (1024, 2048))
-    (older,) = build(planned, (80,), dataclasses.replace(given, name="older")).bundles
+    (older,) = build(planned, (80,), dataclasses.replace(settings, name="older")).bundles
     assert not prune(sound(str(older.path)), planned, "older").missing  # there is no such code for sm_80
 
 
@@ -340,9 +346,11 @@ def test_a_form_is_measured_alone_where_the_plain_product_beside_it_kills_its_pr
     with gpus(candidates, run=faketimer.dies_beside) as here:
         outcome = tune_problems(cells, candidates, journal, executors=here)
     assert (outcome.measured, outcome.left, outcome.failures) == (len(planned.problems), 0, ())
-    records = [one for one in read_journal(journal).records if isinstance(one, Measured) and one.problem in forms]
+    records = [
+        record for record in read_journal(journal).records if isinstance(record, Measured) and record.problem in forms
+    ]
     assert len(records) == len(forms) >= 2
-    assert not any(one.plain for one in records)
+    assert not any(record.plain for record in records)
 
 
 def test_the_plain_product_is_not_timed_by_code_that_failed(candidates: Path, planned: BuildPlan) -> None:
@@ -350,7 +358,7 @@ def test_the_plain_product_is_not_timed_by_code_that_failed(candidates: Path, pl
     with open_bundle(candidates) as bundle:
         ground = TuningSpace.of(planned.buckets, bundle, faketimer.H200, 90, 0.1)
         for i in ground.able[product]:
-            one = bundle.variant(i)
-            assert ground.variant(product, one.config) == i
-            assert ground.variant(product, one.config, {one.cubin_sha256}) is None
+            variant = bundle.variant(i)
+            assert ground.variant(product, variant.config) == i
+            assert ground.variant(product, variant.config, {variant.cubin_sha256}) is None
         assert ground.variant(product, ()) is None

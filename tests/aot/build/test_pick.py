@@ -48,13 +48,15 @@ def tune(
 ) -> Outcome:
     """On a GPU that is not there."""
     with open_bundle(candidates) as bundle, scratch_folder() as scratch:
-        one = LocalExecutor(Setup(str(candidates), bundle.digest, 0), scratch, greet=faketimer.greet, run=faketimer.run)
+        executor = LocalExecutor(
+            Setup(str(candidates), bundle.digest, 0), scratch, greet=faketimer.greet, run=faketimer.run
+        )
         try:
             return tune_problems(
-                problems, candidates, journal, executors=[one], entrants=entrants, ships=ships, observers=observers
+                problems, candidates, journal, executors=[executor], entrants=entrants, ships=ships, observers=observers
             )
         finally:
-            one.shutdown()
+            executor.shutdown()
 
 
 @pytest.fixture(scope="session")
@@ -78,20 +80,24 @@ def measuring(options: Make, there: Path, tmp_path: Path) -> Make:
 
     def make(**changes: object) -> BuildOptions:
         places = [Place(Kind.NAMED, tmp_path / "out"), Place(Kind.SYSTEM, there)]
-        given = {"measure": (90,), "tune": tune, "incumbents": lambda path: Incumbents(Snapshot(places, tuple, path))}
-        return options(**{**given, **changes})
+        measure_options = {
+            "measure": (90,),
+            "tune": tune,
+            "incumbents": lambda path: Incumbents(Snapshot(places, tuple, path)),
+        }
+        return options(**{**measure_options, **changes})
 
     return make
 
 
 def records_of(report: BuildReport) -> list[Measured]:
     journal = report.bundles[0].path.with_suffix(".journal")
-    return [one for one in read_journal(journal).records if isinstance(one, Measured)]
+    return [record for record in read_journal(journal).records if isinstance(record, Measured)]
 
 
 def runs(places: list[Path], plan: BuildPlan) -> dict[object, bytes]:
-    found = Incumbents(Snapshot([Place(Kind.NAMED, one) for one in places]))
-    return {cell: one.variant for cell, one in found.running(plan.buckets, ON_H200).items()}
+    incumbents = Incumbents(Snapshot([Place(Kind.NAMED, place) for place in places]))
+    return {cell: incumbent.variant for cell, incumbent in incumbents.running(plan.buckets, ON_H200).items()}
 
 
 @pytest.mark.slow
@@ -99,7 +105,7 @@ def test_what_runs_today_is_measured_in_each_cell_and_nothing_gets_slower(
     measuring: Make, there: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
     report = build(small_plan, (90,), measuring())
-    (one,) = report.bundles
+    (built,) = report.bundles
     before, after = runs([there], small_plan), runs([tmp_path / "out", there], small_plan)
     times: dict[tuple[Problem, int], dict[bytes, int]] = {}
     for record in records_of(report):
@@ -111,37 +117,37 @@ def test_what_runs_today_is_measured_in_each_cell_and_nothing_gets_slower(
     faster = [cell for cell in times if after[cell] != before[cell]]
     assert all(times[cell][after[cell]] < times[cell][before[cell]] for cell in faster)
     assert 0 < len(faster) < len(times)
-    told = one.comparison
-    assert told is not None
-    assert (told.faster, told.as_before, told.slower, told.not_compared) == (
+    comparison = built.comparison
+    assert comparison is not None
+    assert (comparison.faster, comparison.as_before, comparison.slower, comparison.not_compared) == (
         len(faster),
         len(times) - len(faster),
         0,
         0,
     )
-    assert told.gain > 0
-    assert one.to_dict()["compared_with_before"] == told.to_dict()
-    made = sound(str(one.path))
+    assert comparison.gain > 0
+    assert built.to_dict()["compared_with_before"] == comparison.to_dict()
+    bundle = sound(str(built.path))
     (ships,) = there.glob("*.msgpack")
     with open_bundle(ships) as shipped:
-        assert made.producer.held_against == (shipped.digest.hex()[:16],)
-        carried = {variant.cubin_sha256 for variant in shipped.variants()} & {v.cubin_sha256 for v in made.variants}
+        assert bundle.producer.held_against == (shipped.digest.hex()[:16],)
+        carried = {variant.cubin_sha256 for variant in shipped.variants()} & {v.cubin_sha256 for v in bundle.variants}
     assert {before[cell] for cell in times if cell not in faster} <= carried
 
 
 @pytest.mark.slow
 def test_the_shortlist_begins_with_what_was_fast_in_cells_like_it(measuring: Make, small_plan: BuildPlan) -> None:
     """So does the runtime's choice, and both are made by the same bundles."""
-    found = Incumbents(Snapshot([Place(Kind.INSTALLED, SHIPPED)]))
-    report = build(small_plan, (90,), measuring(incumbents=lambda path: found))
-    with open_bundle(report.bundles[0].path) as made, open_bundle(SHIPPED / "catalogue-sm90.msgpack") as shipped:
-        configs = {one.cubin_sha256: one.config for bundle in (shipped, made) for one in bundle.variants()}
-    records = [one for one in records_of(report) if has_aligned_rows(one.problem)]
+    incumbents = Incumbents(Snapshot([Place(Kind.INSTALLED, SHIPPED)]))
+    report = build(small_plan, (90,), measuring(incumbents=lambda path: incumbents))
+    with open_bundle(report.bundles[0].path) as built, open_bundle(SHIPPED / "catalogue-sm90.msgpack") as shipped:
+        configs = {variant.cubin_sha256: variant.config for bundle in (shipped, built) for variant in bundle.variants()}
+    records = [record for record in records_of(report) if has_aligned_rows(record.problem)]
     assert len(records) > 4
-    assert all(configs[one.modelled] == configs[one.incumbents[0].variant] for one in records)
-    around = found.around(ON_H200)
+    assert all(configs[record.modelled] == configs[record.incumbents[0].variant] for record in records)
+    around = incumbents.around(ON_H200)
     assert around is not None
-    assert all(around.near(one.problem, one.bucket) is not None for one in records)
+    assert all(around.near(record.problem, record.bucket) is not None for record in records)
 
 
 @pytest.mark.slow
@@ -150,11 +156,11 @@ def test_the_same_build_again_measures_nothing_and_changes_nothing(measuring: Ma
     first = build(small_plan, (90,), measuring())
     data = first.bundles[0].path.read_bytes()
     second = build(small_plan, (90,), measuring(compile_one=misbehaving.must_not_run))
-    (one,) = second.bundles
-    assert one.unchanged
-    assert one.tuned is not None
-    assert (one.tuned.measured, one.tuned.remeasured) == (0, 0)
-    assert one.comparison == first.bundles[0].comparison
+    (bundle,) = second.bundles
+    assert bundle.unchanged
+    assert bundle.tuned is not None
+    assert (bundle.tuned.measured, bundle.tuned.remeasured) == (0, 0)
+    assert bundle.comparison == first.bundles[0].comparison
     third = build(small_plan, (90,), measuring(measure=()))
     assert third.bundles[0].unchanged
     assert third.bundles[0].comparison == first.bundles[0].comparison
@@ -168,16 +174,16 @@ def test_a_cell_measured_without_what_runs_today_is_measured_again(
     alone = build(small_plan, (90,), measuring(incumbents=lambda path: Incumbents(Snapshot(()))))
     assert alone.bundles[0].comparison is None
     before, records = runs([there], small_plan), records_of(alone)
-    assert not any(one.incumbents for one in records)
-    known = {
-        (one.problem, one.bucket)
-        for one in records
-        for timing in one.timings
-        if timing.variant == before[one.problem, one.bucket]
+    assert not any(record.incumbents for record in records)
+    cells = {
+        (record.problem, record.bucket)
+        for record in records
+        for timing in record.timings
+        if timing.variant == before[record.problem, record.bucket]
     }  # the fallbacks are the same code
     beside = build(small_plan, (90,), measuring())
     assert beside.bundles[0].tuned is not None
-    assert beside.bundles[0].tuned.measured == small_plan.choices - len(known) > 0
+    assert beside.bundles[0].tuned.measured == small_plan.choices - len(cells) > 0
     assert beside.bundles[0].comparison is not None
     assert beside.bundles[0].comparison.slower == 0
 
@@ -187,13 +193,15 @@ def test_where_nothing_compiles_what_is_there_takes_part(
     measuring: Make, there: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
     report = build(small_plan, (90,), measuring(cache=None, compile_one=misbehaving.refuses_all))
-    (one,) = report.bundles
-    assert one.comparison is not None
-    assert (one.comparison.faster + one.comparison.as_before, one.comparison.slower) == (small_plan.choices, 0)
-    assert one.lost.startswith(f"{one.failed} of {one.failed} variants could not be compiled here, of the kernels ")
-    assert "(no such instruction); what bundles here have of them took part instead" in one.lost
-    assert one.to_dict()["lost"] == one.lost
-    sound(str(one.path))
+    (bundle,) = report.bundles
+    assert bundle.comparison is not None
+    assert (bundle.comparison.faster + bundle.comparison.as_before, bundle.comparison.slower) == (small_plan.choices, 0)
+    assert bundle.lost.startswith(
+        f"{bundle.failed} of {bundle.failed} variants could not be compiled here, of the kernels "
+    )
+    assert "(no such instruction); what bundles here have of them took part instead" in bundle.lost
+    assert bundle.to_dict()["lost"] == bundle.lost
+    sound(str(bundle.path))
     with pytest.raises(CompileError, match="not one variant of forward bf16 can be used"):
         build(small_plan, (90,), measuring(cache=None, compile_one=misbehaving.refuses_all, measure=(), modelled=True))
 
@@ -202,18 +210,18 @@ def test_where_nothing_compiles_what_is_there_takes_part(
 def test_out_of_time_the_cells_that_are_left_run_as_before(
     measuring: Make, there: Path, small_plan: BuildPlan, tmp_path: Path
 ) -> None:
-    def in_no_time(*given: object) -> Outcome:
-        problems, candidates, journal, ships, entrants, observers = given
+    def in_no_time(*args: object) -> Outcome:
+        problems, candidates, journal, ships, entrants, observers = args
         few = dict(list(problems.items())[:1])  # type: ignore[attr-defined]
         return tune(few, candidates, journal, ships, entrants, observers)  # type: ignore[arg-type]
 
     report = build(small_plan, (90,), measuring(tune=in_no_time))
     before, after = runs([there], small_plan), runs([tmp_path / "out", there], small_plan)
-    known = {(one.problem, one.bucket) for one in records_of(report)}
-    assert 0 < len(known) < len(before)
-    assert all(before[cell] == after[cell] for cell in before if cell not in known)
+    cells = {(record.problem, record.bucket) for record in records_of(report)}
+    assert 0 < len(cells) < len(before)
+    assert all(before[cell] == after[cell] for cell in before if cell not in cells)
 
 
 def test_a_reason_that_variants_share_is_reported_once() -> None:
-    told = ("a for sm_90: no Triton: install it", "b for sm_90: no Triton: install it", "c: spilled", "it fails")
-    assert _shared(told) == ["a for sm_90 and 1 more: no Triton: install it", "c: spilled", "it fails"]
+    messages = ("a for sm_90: no Triton: install it", "b for sm_90: no Triton: install it", "c: spilled", "it fails")
+    assert _shared(messages) == ["a for sm_90 and 1 more: no Triton: install it", "c: spilled", "it fails"]

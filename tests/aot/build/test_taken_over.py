@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import made
 import pytest
-from made import ANY, H100, H200, HOPPERS, NARROW, WIDE, Spec, measured, modelled
+import small_bundles
+from small_bundles import ANY, H100, H200, HOPPERS, NARROW, WIDE, Spec, measured, modelled
 
 from pretuned.aot.build.build import build
 from pretuned.aot.build.options import BuildOptions, Built
@@ -46,18 +46,18 @@ MODELS = ROOT / "models.txt"
 ONE = Problem(Op.FORWARD, DType.BF16, 8, 1024, 768)
 TWO = Problem(Op.FORWARD, DType.BF16, 16, 2048, 768)
 PLAN = BuildPlan({ONE: (32, 64, 128), TWO: (64,)}, (Model("mine", 1, 1, 2, DType.BF16, (ONE, TWO)),))
-OWN = (*made.SPECS, Spec(Config(64, 128, 64, 4, 3)))
+OWN = (*small_bundles.SPECS, Spec(Config(64, 128, 64, 4, 3)))
 ARGUMENTS = (("x", "ptr"), ("w", "ptr"), ("y", "ptr"), ("m_sizes", "ptr"))
 
 
 def bundle(choices: Mapping[Problem, Sequence[Choice]], **how: Any) -> Bundle:
     """With arguments that a launcher fills."""
-    found = made.bundle(choices, **how)
-    return found._replace(variants=tuple(one._replace(arguments=ARGUMENTS) for one in found.variants))
+    built = small_bundles.bundle(choices, **how)
+    return built._replace(variants=tuple(variant._replace(arguments=ARGUMENTS) for variant in built.variants))
 
 
 def candidates() -> Candidates:
-    """What was compiled here."""
+    """Return the candidates that were compiled here."""
     own = bundle({}, specs=OWN, tag="own")
     compiled = tuple(map(Compiled, own.variants, own.cubins))
     return Candidates(own.target, own.min_driver, own.producer, own.kernels, compiled)
@@ -65,28 +65,28 @@ def candidates() -> Candidates:
 
 def found_in(folder: Path, *bundles: Bundle, kind: Kind = Kind.INSTALLED) -> Incumbents:
     folder.mkdir(exist_ok=True)
-    for i, one in enumerate(bundles):
-        publish(folder / f"{i}.msgpack", codec.encode(one))
+    for i, bundle in enumerate(bundles):
+        publish(folder / f"{i}.msgpack", codec.encode(bundle))
     place = Place(kind, folder)
     return Incumbents(Snapshot((), lambda: [place]) if kind is Kind.INSTALLED else Snapshot((place,)))
 
 
 def built_of(taken: TakenOver | None, evidence: Timings | None = None) -> Bundle:
-    every = candidates().with_codes(taken.codes) if taken else candidates()
-    chosen = choose_from(PLAN, every, evidence, taken=taken)
-    return assembled(PLAN, every, chosen, evidence, taken=taken)
+    all_candidates = candidates().with_codes(taken.codes) if taken else candidates()
+    chosen = choose_from(PLAN, all_candidates, evidence, taken=taken)
+    return assembled(PLAN, all_candidates, chosen, evidence, taken=taken)
 
 
-def told(found: Bundle, problem: Problem = ONE) -> list[tuple[int, str, float, bytes]]:
+def chosen_rows(bundle: Bundle, problem: Problem = ONE) -> list[tuple[int, str, float, bytes]]:
     """Bucket, GPU or "modelled", us, cubin."""
     return [
         (
-            one.bucket,
-            found.gpus[one.gpu].name if one.gpu is not None else "modelled",
-            one.time_ns / 1000,
-            found.cubins[one.variant],
+            choice.bucket,
+            bundle.gpus[choice.gpu].name if choice.gpu is not None else "modelled",
+            choice.time_ns / 1000,
+            bundle.cubins[choice.variant],
         )
-        for one in found.choices[problem]
+        for choice in bundle.choices[problem]
     ]
 
 
@@ -107,19 +107,19 @@ def test_measured_choices_come_along_with_times_gpus_and_code(tmp_path: Path) ->
     assert taken is not None
     made_now = built_of(taken)
     codec.decode(codec.encode(made_now), "it is a bundle")
-    rows = told(made_now)
+    rows = chosen_rows(made_now)
     assert [row[:3] for row in rows if row[1] != "modelled"] == [(64, H100.name, 9.0), (64, H200.name, 5.0)]
     assert [row[3] for row in rows if row[1] != "modelled"] == [ships.cubins[NARROW], ships.cubins[WIDE]]
     assert [row[0] for row in rows if row[1] == "modelled"] == [32, 128]  # the rest, and no bucket beyond the plan
-    first = next(one for one in made_now.choices[ONE] if one.bucket == 64)
+    first = next(choice for choice in made_now.choices[ONE] if choice.bucket == 64)
     assert first.runner_up is not None
     assert made_now.cubins[first.runner_up] == ships.cubins[WIDE]
-    assert [source for _, source, *_ in told(made_now, TWO)] == ["modelled"]
+    assert [source for _, source, *_ in chosen_rows(made_now, TWO)] == ["modelled"]
     assert made_now.models == PLAN.models
     digest = next(iter(taken.sources)).hex()
     assert made_now.producer.held_against == (digest[:16],)
-    assert {(one.kernel, one.revision) for one in made_now.variants} <= {
-        (one.name, one.revision) for one in made_now.kernels
+    assert {(variant.kernel, variant.revision) for variant in made_now.variants} <= {
+        (kernel.name, kernel.revision) for kernel in made_now.kernels
     }
 
 
@@ -134,7 +134,7 @@ def test_what_was_modelled_by_measured_neighbours_leaves_the_choice_to_the_gpu_t
     made_now = assembled(PLAN, candidates(), chosen, None, around=around)
     (digest,) = around.sources
     assert made_now.producer.held_against == (digest.hex()[:16],)
-    assert {row[1] for row in told(made_now)} == {"modelled"}
+    assert {row[1] for row in chosen_rows(made_now)} == {"modelled"}
 
 
 def test_of_several_bundles_it_is_the_choice_that_merge_keeps(tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ def test_of_several_bundles_it_is_the_choice_that_merge_keeps(tmp_path: Path) ->
     second = bundle({ONE: [measured(32, WIDE, 4), measured(64, WIDE, 8)]}, gpus=[H100], tag="second")
     taken = found_in(tmp_path / "there", first, second).measured(PLAN.buckets, 90)
     assert taken is not None
-    kept = {row[0]: row[3] for row in told(built_of(taken)) if row[1] == H100.name}
-    merged = {row[0]: row[3] for row in told(merge({"first": first, "second": second}).bundle)}
+    kept = {row[0]: row[3] for row in chosen_rows(built_of(taken)) if row[1] == H100.name}
+    merged = {row[0]: row[3] for row in chosen_rows(merge({"first": first, "second": second}).bundle)}
     assert kept == merged == {32: first.cubins[NARROW], 64: second.cubins[WIDE]}
 
 
@@ -155,25 +155,29 @@ def test_other_places_of_this_machine_decide_no_bytes(tmp_path: Path, kind: Kind
 
 def test_nothing_measured_is_nothing_to_take_over(tmp_path: Path) -> None:
     only_modelled = bundle({ONE: [modelled(64, WIDE)]})
-    other_capability = bundle({ONE: [measured(64, WIDE, 9)]}, sm=80, gpus=[made.A100])
+    other_capability = bundle({ONE: [measured(64, WIDE, 9)]}, sm=80, gpus=[small_bundles.A100])
     assert found_in(tmp_path / "there", only_modelled, other_capability).measured(PLAN.buckets, 90) is None
     assert built_of(None).producer.held_against == ()
 
 
 def test_code_that_this_version_can_not_launch_stays_behind(tmp_path: Path) -> None:
-    specs = (replace(made.SPECS[WIDE], abi=2), replace(made.SPECS[NARROW], shared_bytes=300 << 10), made.SPECS[ANY])
+    specs = (
+        replace(small_bundles.SPECS[WIDE], abi=2),
+        replace(small_bundles.SPECS[NARROW], shared_bytes=300 << 10),
+        small_bundles.SPECS[ANY],
+    )
     rows = [measured(32, WIDE, 9), measured(64, NARROW, 9), measured(128, ANY, 9, second=WIDE)]
     ships = bundle({ONE: rows}, gpus=[H100], specs=specs, tag="ships")
     made_now = built_of(found_in(tmp_path / "there", ships).measured(PLAN.buckets, 90))
-    assert [row[:2] for row in told(made_now)] == [(32, "modelled"), (64, "modelled"), (128, H100.name)]
-    assert next(one for one in made_now.choices[ONE] if one.bucket == 128).runner_up is None
+    assert [row[:2] for row in chosen_rows(made_now)] == [(32, "modelled"), (64, "modelled"), (128, H100.name)]
+    assert next(choice for choice in made_now.choices[ONE] if choice.bucket == 128).runner_up is None
 
 
 def test_a_kernel_of_the_same_revision_and_other_source_stays_behind(tmp_path: Path) -> None:
     ships = bundle({ONE: [measured(64, WIDE, 9)]}, gpus=[H100], tag="ships")
-    other = ships._replace(kernels=tuple(one._replace(source_sha256=bytes(32)) for one in ships.kernels))
+    other = ships._replace(kernels=tuple(kernel._replace(source_sha256=bytes(32)) for kernel in ships.kernels))
     made_now = built_of(found_in(tmp_path / "there", other).measured(PLAN.buckets, 90))
-    assert {row[1] for row in told(made_now)} == {"modelled"}
+    assert {row[1] for row in chosen_rows(made_now)} == {"modelled"}
 
 
 def test_what_this_build_has_times_of_stays(tmp_path: Path) -> None:
@@ -185,14 +189,14 @@ def test_what_this_build_has_times_of_stays(tmp_path: Path) -> None:
     )
     own = candidates().compiled
     timings = tuple(
-        Timing(one.variant.cubin_sha256, (4000 + 500 * i,) * 2, 0.001, 20, 0.001) for i, one in enumerate(own)
+        Timing(value.variant.cubin_sha256, (4000 + 500 * i,) * 2, 0.001, 20, 0.001) for i, value in enumerate(own)
     )
     record = Measured(ONE, 64, own[0].variant.cubin_sha256, timings, None, None, 1.0, 13000, None, ())
     evidence = Timings.of(Contents(Header(90, H200, ()), (record,), 0, 0))
     made_now = built_of(found_in(tmp_path / "there", ships).measured(PLAN.buckets, 90), evidence)
-    at_64 = {row[1]: row[3] for row in told(made_now) if row[0] == 64}
+    at_64 = {row[1]: row[3] for row in chosen_rows(made_now) if row[0] == 64}
     assert at_64 == {H200.name: own[0].cubin, H100.name: ships.cubins[NARROW]}
-    assert [row[1] for row in told(made_now, TWO)] == [H200.name]
+    assert [row[1] for row in chosen_rows(made_now, TWO)] == [H200.name]
 
 
 def test_a_product_under_its_other_name_is_the_same(tmp_path: Path) -> None:
@@ -200,18 +204,18 @@ def test_a_product_under_its_other_name_is_the_same(tmp_path: Path) -> None:
     wanted = Problem(Op.FORWARD, DType.BF16, 8, 1024, 768, Layout.KN)
     twin = wanted.transposed
     assert twin is not None
-    specs = tuple(replace(one, op=twin.op, layout=twin.layout) for one in made.SPECS)
+    specs = tuple(replace(spec, op=twin.op, layout=twin.layout) for spec in small_bundles.SPECS)
     ships = bundle({twin: [measured(64, NARROW, 9)]}, gpus=[H100], specs=specs)
     taken = found_in(tmp_path / "there", ships).measured({wanted: (64,)}, 90)
     assert taken is not None
-    assert [one.bucket for one in taken.bundle.choices[wanted]] == [64]
+    assert [choice.bucket for choice in taken.bundle.choices[wanted]] == [64]
 
 
 @pytest.fixture(scope="module")
 def from_models(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """The README's build, of 9.0, on a machine without a GPU."""
     listed = plan(load_models([str(MODELS)]).shapes)
-    options = BuildOptions(tmp_path_factory.mktemp("out"), shipped=Shipped.found)
+    options = BuildOptions(tmp_path_factory.mktemp("out"), shipped=Shipped.in_packages)
     (built,) = build(listed, (90,), options).bundles
     return built
 
@@ -219,7 +223,7 @@ def from_models(tmp_path_factory: pytest.TempPathFactory) -> Built:
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", HOPPERS, ids=lambda gpu: gpu.name)
 def test_no_problem_of_models_txt_is_slower_with_the_bundle(from_models: Built, gpu: Gpu) -> None:
-    """What was measured runs as before. Elsewhere the cost model, asked of this very GPU, has more to choose among."""
+    """Cells that were measured run the same kernel as before. Elsewhere the cost model chooses among more variants."""
     local = LocalGpu(90, gpu)
     without = Snapshot((), installed_places)
     beside = Snapshot((Place(Kind.NAMED, from_models.path.parent),), installed_places)
@@ -227,7 +231,7 @@ def test_no_problem_of_models_txt_is_slower_with_the_bundle(from_models: Built, 
     counted = {"measured": 0, "modelled": 0}
     for problem, buckets in cells.items():
         for bucket in buckets:
-            before, now = (picked(one, problem, bucket, local) for one in (without, beside))
+            before, now = (picked(side, problem, bucket, local) for side in (without, beside))
             assert now.origin <= before.origin
             if now.variant.cubin_sha256 == before.variant.cubin_sha256:
                 assert (now.origin, now.match) == (before.origin, before.match)
@@ -242,37 +246,39 @@ def test_no_problem_of_models_txt_is_slower_with_the_bundle(from_models: Built, 
 
 
 def picked(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu) -> Candidate:
-    found = settle(snapshot, problem, bucket, local, has_aligned_rows(problem), False)
-    assert isinstance(found, Decision)
-    return found.chosen
+    decision = settle(snapshot, problem, bucket, local, has_aligned_rows(problem), False)
+    assert isinstance(decision, Decision)
+    return decision.chosen
 
 
-def modelled_us(one: Candidate, problem: Problem, bucket: int, gpu: Gpu) -> float:
-    ranker = Ranker([Resources.of(one.variant)], problem.canonical.op, problem.dtype, chip_of(gpu, 90))
+def modelled_us(candidate: Candidate, problem: Problem, bucket: int, gpu: Gpu) -> float:
+    ranker = Ranker([Resources.of(candidate.variant)], problem.canonical.op, problem.dtype, chip_of(gpu, 90))
     ((us, _),) = ranker.rank(problem.canonical, bucket)
     return us
 
 
 def as_run(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu) -> tuple[bytes | None, str]:
-    """Whether rows are gathered beforehand, or silu is in the epilogue; by which code, and why."""
+    """Return the variant that runs a cell and its plan: gather first or silu in the epilogue, and the reason."""
     if problem.fusion is Fusion.GATHER:
-        found = explain.rows_first(snapshot, problem, bucket, local, top_k=8, fusion=problem.fusion, aligned=True)
+        decision = explain.rows_first(snapshot, problem, bucket, local, top_k=8, fusion=problem.fusion, aligned=True)
     else:
-        found = explain.fused_silu(snapshot, problem, bucket, local, top_k=1, aligned=True)
-    return (None, "") if found is None else (found.chosen and found.chosen.variant.cubin_sha256, found.reason)
+        decision = explain.fused_silu(snapshot, problem, bucket, local, top_k=1, aligned=True)
+    return (
+        (None, "") if decision is None else (decision.chosen and decision.chosen.variant.cubin_sha256, decision.reason)
+    )
 
 
 @pytest.mark.slow
 def test_it_loses_what_ships_loses(from_models: Built) -> None:
     """By the H100's times. All modelled it lost 2.4 % in the mean, 328 cells over 2 %, the worst 88 %."""
-    found = []
+    seen = []
     for path in (from_models.path, ROOT / "artifacts/bundles/catalogue-sm90.msgpack"):
         journal = ROOT / "benchmarks/results/catalogue-h100.journal.xz"
         command = [sys.executable, ROOT / "benchmarks/run.py", "shipped", path, journal, "--models", MODELS, "--json"]
-        found.append(json.loads(subprocess.check_output(command)))
+        seen.append(json.loads(subprocess.check_output(command)))
     for name in ("choices", "as_timed", "beyond_noise", "by_rows", "in_records"):
-        assert found[0][name] == found[1][name]
-    assert found[0]["in_records"]["mean_loss"] < 0.0005
+        assert seen[0][name] == seen[1][name]
+    assert seen[0]["in_records"]["mean_loss"] < 0.0005
 
 
 @pytest.mark.slow
@@ -280,12 +286,12 @@ def test_what_it_tells_of_each_model(from_models: Built) -> None:
     assert (from_models.choices, from_models.measured, from_models.taken_over) == (5822, 5810, 5810)
     assert (from_models.modelled, from_models.source) == (12, "measured and modelled")
     assert [gpu.name for gpu in from_models.gpus] == [H100.name, H200.name]
-    told = {one.name: one for one in from_models.by_model}
-    assert len(told) == from_models.models
-    assert {name for name, one in told.items() if not one.ships_measured} == {"example"}
-    assert told["example"].to_dict() == {"name": "example", "cells": 186, "shipped_measured": 174, "measured": 174}
+    by_name = {model.name: model for model in from_models.by_model}
+    assert len(by_name) == from_models.models
+    assert {name for name, model in by_name.items() if not model.ships_measured} == {"example"}
+    assert by_name["example"].to_dict() == {"name": "example", "cells": 186, "shipped_measured": 174, "measured": 174}
     with open_bundle(from_models.path) as opened:
-        sources = {one.source for problem in opened.problems() for one in opened.find(problem)}
+        sources = {choice.source for problem in opened.problems() for choice in opened.find(problem)}
     assert sources == {Source.MEASURED, Source.MODELLED}
 
 
@@ -294,7 +300,7 @@ def test_without_what_is_installed_all_is_modelled(tmp_path: Path) -> None:
     listed = plan(load_models(["Qwen/Qwen3-30B-A3B ops=forward tokens=1..64"]).shapes)
     measured_here = {}
     for take_over in (True, False):
-        options = BuildOptions(tmp_path / str(take_over), shipped=Shipped.found, take_over=take_over)
+        options = BuildOptions(tmp_path / str(take_over), shipped=Shipped.in_packages, take_over=take_over)
         (built,) = build(listed, (90,), options).bundles
         measured_here[take_over] = (built.measured > 0, built.modelled > 0)
     assert measured_here == {True: (True, False), False: (False, True)}

@@ -30,10 +30,11 @@ def test_the_order_of_variants_is_no_difference(base: Bundle) -> None:
         cubins=base.cubins[::-1],
         choices={
             problem: tuple(
-                one._replace(
-                    variant=last - one.variant, runner_up=None if one.runner_up is None else last - one.runner_up
+                choice._replace(
+                    variant=last - choice.variant,
+                    runner_up=None if choice.runner_up is None else last - choice.runner_up,
                 )
-                for one in row
+                for choice in row
             )
             for problem, row in base.choices.items()
         },
@@ -43,7 +44,7 @@ def test_the_order_of_variants_is_no_difference(base: Bundle) -> None:
 
 
 def test_what_changed_in_a_choice(base: Bundle) -> None:
-    problem = next(one for one in base.choices if len(able(base, one)) == 3)
+    problem = next(choice for choice in base.choices if len(able(base, choice)) == 3)
     old = chosen(
         base,
         {
@@ -63,7 +64,7 @@ def test_what_changed_in_a_choice(base: Bundle) -> None:
         },
     )
     changes = diff(old, new)
-    assert [(one.bucket, one.what) for one in changes.choices] == [
+    assert [(choice.bucket, choice.what) for choice in changes.choices] == [
         (1, ("variant",)),
         (2, ("source", "gpu", "time")),
     ]
@@ -72,21 +73,23 @@ def test_what_changed_in_a_choice(base: Bundle) -> None:
     assert changes.facts == {"gpus": ("", "NVIDIA H200 (driver 12080)")}
     assert not changes.variants_added
     back = diff(new, old)
-    assert [(one.old, one.new) for one in back.choices] == [(one.new, one.old) for one in changes.choices]
+    assert [(choice.old, choice.new) for choice in back.choices] == [
+        (choice.new, choice.old) for choice in changes.choices
+    ]
 
 
 def test_choices_of_one_gpu_are_held_against_each_other(base: Bundle) -> None:
-    problem = next(one for one in base.choices if len(able(base, one)) == 3)
+    problem = next(choice for choice in base.choices if len(able(base, choice)) == 3)
     h100, h200 = chosen(base, {(problem, 1): (0, 1000, H100)}), chosen(base, {(problem, 1): (1, 500, H200)})
     both = merge({"h100": h100, "h200": h200}).bundle
     changes = diff(h200, both)
     assert (changes.choices, changes.choices_added, changes.choices_removed) == ((), 1, 0)
     assert changes.differ
     faster = both._replace(
-        choices={problem: tuple(one._replace(time_ns=one.time_ns - 1) for one in both.choices[problem])}
+        choices={problem: tuple(value._replace(time_ns=value.time_ns - 1) for value in both.choices[problem])}
     )
     changes = diff(both, faster)
-    assert [(one.old.gpu, one.new.gpu, one.what) for one in changes.choices] == [
+    assert [(choice.old.gpu, choice.new.gpu, choice.what) for choice in changes.choices] == [
         (H100, H100, ("time",)),
         (H200, H200, ("time",)),
     ]
@@ -95,11 +98,11 @@ def test_choices_of_one_gpu_are_held_against_each_other(base: Bundle) -> None:
 
 
 def test_another_runner_up_and_other_experts_a_token(base: Bundle) -> None:
-    problem, row = next((one, row) for one, row in base.choices.items() if len(able(base, one)) == 3)
+    problem, row = next((product, row) for product, row in base.choices.items() if len(able(base, product)) == 3)
     second = next(i for i in able(base, problem) if i != row[0].variant)
     followed = row[0]._replace(runner_up=second, runner_up_ns=2 * row[0].time_ns)
     changes = diff(base, base._replace(choices={**base.choices, problem: (followed, *row[1:])}))
-    assert [one.what for one in changes.choices] == [("runner-up",)]
+    assert [choice.what for choice in changes.choices] == [("runner-up",)]
     first, *rest = base.models
     more = first._replace(top_k=first.top_k + 1)
     assert diff(base, base._replace(models=(more, *rest))).models_changed == ((first, more),)
@@ -128,14 +131,14 @@ def test_models_and_problems_that_come_and_go(base: Bundle) -> None:
 def test_variants_recompiled_added_and_removed(base: Bundle) -> None:
     changes = diff(base, revised(base))
     assert [(old.revision, new.revision) for old, new in changes.recompiled] == [
-        (one.revision, one.revision + 1) for one in base.variants
+        (variant.revision, variant.revision + 1) for variant in base.variants
     ]
     assert not changes.variants_added
     assert not changes.variants_removed
     assert changes.cubins_added == changes.cubins_removed == (0, 0), "the code is the same"
-    assert {one.what for one in changes.choices} == {("code",)}
+    assert {choice.what for choice in changes.choices} == {("code",)}
 
-    used = {i for row in base.choices.values() for one in row for i in (one.variant, one.runner_up)}
+    used = {i for row in base.choices.values() for choice in row for i in (choice.variant, choice.runner_up)}
     idle = next(i for i in range(len(base.variants) - 1, -1, -1) if i not in used)
     assert idle == len(base.variants) - 1, "the last twin"
     fewer = base._replace(variants=base.variants[:idle], cubins=base.cubins[:idle])

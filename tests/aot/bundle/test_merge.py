@@ -34,7 +34,7 @@ def built(small_bundle: Path) -> Bundle:
 
 @pytest.fixture(scope="session")
 def base(built: Bundle) -> Bundle:
-    """The same, with two aligned variants a family."""
+    """A bundle like ``built`` with two aligned variants a family."""
     return with_twins(built)
 
 
@@ -49,7 +49,7 @@ def other(tmp_path_factory, compiled_dir, small_space) -> Bundle:
 @pytest.fixture(scope="session")
 def cell(base: Bundle) -> tuple[Problem, int]:
     """One that two aligned variants and the fallback can all serve."""
-    problem = next(one for one in base.choices if one.N == 256 and not one.fusion)
+    problem = next(choice for choice in base.choices if choice.N == 256 and not choice.fusion)
     assert len(able(base, problem)) == 3
     return problem, 64
 
@@ -67,7 +67,7 @@ def merged(*bundles: Bundle):
 
 def the_choice(bundle: Bundle, cell: tuple[Problem, int]) -> Choice:
     problem, bucket = cell
-    return next(one for one in bundle.choices[problem] if one.bucket == bucket)
+    return next(choice for choice in bundle.choices[problem] if choice.bucket == bucket)
 
 
 def test_two_models_bundles_become_one(built: Bundle, other: Bundle) -> None:
@@ -126,9 +126,11 @@ def test_a_later_revision_beats_an_earlier_one(base: Bundle, cell, gpu) -> None:
         best = the_choice(done.bundle, cell)
         assert best.time_ns == 90_000
         assert done.bundle.variants[best.variant].revision == ENTRIES["rows"].revision + 1
-        assert [one.reason for one in done.conflicts] == [Reason.REVISION]
-        wanted = {(one.name, one.revision + 1) for one in base.kernels}
-        assert {(one.name, one.revision) for one in done.bundle.kernels} == wanted, "nothing of the earlier one is left"
+        assert [conflict.reason for conflict in done.conflicts] == [Reason.REVISION]
+        wanted = {(kernel.name, kernel.revision + 1) for kernel in base.kernels}
+        assert {(kernel.name, kernel.revision) for kernel in done.bundle.kernels} == wanted, (
+            "nothing of the earlier one is left"
+        )
         assert any("earlier kernel revision" in note for note in done.notes) is (gpu is not None)
 
 
@@ -139,7 +141,7 @@ def test_on_one_gpu_the_lower_time_wins_whatever_the_driver(base: Bundle, cell) 
         done = merged(*order)
         assert the_choice(done.bundle, cell).time_ns == 1_900
         assert done.bundle.gpus == (updated,)
-        assert [one.reason for one in done.conflicts] == [Reason.TIME]
+        assert [conflict.reason for conflict in done.conflicts] == [Reason.TIME]
 
 
 def test_of_two_gpus_each_keeps_what_was_measured_on_it(base: Bundle, cell) -> None:
@@ -150,11 +152,11 @@ def test_of_two_gpus_each_keeps_what_was_measured_on_it(base: Bundle, cell) -> N
     for order in itertools.permutations((h100, h200, chosen(base, {cell: (0, 4_000, H100._replace(driver=13000))}))):
         done = merged(*order)
         row = done.bundle.choices[problem]
-        told = [(one.bucket, one.time_ns, one.measured_on(done.bundle.gpus)) for one in row]
-        assert told == [(8, 500, H100), (bucket, 3_000, H100), (bucket, 2_000, H200)]
-        revisions = [done.bundle.variants[one.variant].revision for one in row]
+        times = [(choice.bucket, choice.time_ns, choice.measured_on(done.bundle.gpus)) for choice in row]
+        assert times == [(8, 500, H100), (bucket, 3_000, H100), (bucket, 2_000, H200)]
+        revisions = [done.bundle.variants[choice.variant].revision for choice in row]
         assert revisions[1] + 1 == revisions[2] == ENTRIES["rows"].revision + 1
-        assert {one.reason: (one.winner.time_ns, one.loser.time_ns) for one in done.conflicts} == {
+        assert {conflict.reason: (conflict.winner.time_ns, conflict.loser.time_ns) for conflict in done.conflicts} == {
             Reason.MEASURED: (500, 9),
             Reason.TIME: (3_000, 4_000),
         }
@@ -170,7 +172,7 @@ def test_the_later_cost_model_wins(base: Bundle, cell) -> None:
     for order in ((old, new), (new, old)):
         done = merged(*order)
         assert the_choice(done.bundle, cell).time_ns == 3_000
-        assert [one.reason for one in done.conflicts] == [Reason.COST_MODEL]
+        assert [conflict.reason for conflict in done.conflicts] == [Reason.COST_MODEL]
         assert done.bundle.producer.pretuned == "0.10.0, 0.9.2"
         assert done.bundle.producer.held_against == ("a" * 16, "b" * 16)
         assert not any("options" in note for note in done.notes)
@@ -178,15 +180,15 @@ def test_the_later_cost_model_wins(base: Bundle, cell) -> None:
 
 def test_buckets_are_united(base: Bundle, cell) -> None:
     problem, _ = cell
-    one, two = chosen(base, {(problem, 1): (0, 10, None)}), chosen(base, {(problem, 4): (1, 20, None)})
-    done = merged(two, one)
+    first, two = chosen(base, {(problem, 1): (0, 10, None)}), chosen(base, {(problem, 4): (1, 20, None)})
+    done = merged(two, first)
     assert [choice.bucket for choice in done.bundle.choices[problem]] == [1, 4]
     assert not done.conflicts
 
 
 def test_what_nothing_uses_is_dropped_but_for_fallbacks(base: Bundle, cell) -> None:
-    one, two = chosen(base, {cell: (0, 10, None)}), chosen(base, {cell: (0, 10, None)}, min_driver=12090)
-    done = merged(one, two)
+    first, two = chosen(base, {cell: (0, 10, None)}), chosen(base, {cell: (0, 10, None)}, min_driver=12090)
+    done = merged(first, two)
     assert done.unused == len(base.variants) - len(done.bundle.variants) > 0
     best = the_choice(done.bundle, cell).variant
     assert all(
@@ -204,11 +206,11 @@ def test_a_fallback_ships_in_its_latest_revision_alone(base: Bundle, cell) -> No
     fallbacks = [variant for variant in done.bundle.variants if variant.alignment == 1]
     assert fallbacks
     assert all(variant.revision == ENTRIES[variant.kernel].revision + 1 for variant in fallbacks)
-    assert {one.revision - ENTRIES[one.name].revision for one in done.bundle.kernels} == {0, 1}
+    assert {kernel.revision - ENTRIES[kernel.name].revision for kernel in done.bundle.kernels} == {0, 1}
 
 
 def test_configs_past_a_builds_limit_are_kept_and_told(built: Bundle, base: Bundle) -> None:
-    problem = next(one for one in base.choices if one.N == 256 and not one.fusion)
+    problem = next(choice for choice in base.choices if choice.N == 256 and not choice.fusion)
     template = able(base, problem)[0]
     variants, cubins, row = list(base.variants), list(base.cubins), []
     for power in range(20):
@@ -226,7 +228,7 @@ def test_configs_past_a_builds_limit_are_kept_and_told(built: Bundle, base: Bund
         20 + len({variant.config for variant in built.variants if isinstance(variant.op, Op)}),
     )
     assert any(f"{over.configs} configs" in note for note in done.notes)
-    assert len({done.bundle.variants[one.variant].config for one in done.bundle.choices[problem]}) == 20
+    assert len({done.bundle.variants[choice.variant].config for choice in done.bundle.choices[problem]}) == 20
 
 
 def test_what_can_not_be_merged(base: Bundle, other: Bundle) -> None:
@@ -235,10 +237,10 @@ def test_what_can_not_be_merged(base: Bundle, other: Bundle) -> None:
     with pytest.raises(TargetMismatch, match=r"'1\.msgpack' is for sm_90a, '0\.msgpack' for sm_80"):
         merged(base, other._replace(target=Target(90, True)))
     for abi, kind, words in ((LAUNCH_ABI + 1, BundleTooNew, "Upgrade"), (LAUNCH_ABI - 1, BundleTooOld, "again")):
-        odd = other._replace(variants=tuple(one._replace(abi=abi) for one in other.variants))
+        odd = other._replace(variants=tuple(variant._replace(abi=abi) for variant in other.variants))
         with pytest.raises(kind, match=rf"'1\.msgpack', variant 0: launch ABI {abi}, .* writes {LAUNCH_ABI}.*{words}"):
             merge({"0.msgpack": base, "1.msgpack": odd})
-    edited = other._replace(kernels=tuple(one._replace(source_sha256=bytes(32)) for one in other.kernels))
+    edited = other._replace(kernels=tuple(kernel._replace(source_sha256=bytes(32)) for kernel in other.kernels))
     first = other.kernels[0]
     with pytest.raises(InputError, match=f"{first.name} of revision {first.revision} has the source 000000000000"):
         merged(base, edited)
@@ -271,45 +273,45 @@ MAKES = st.lists(
 )
 def test_the_order_of_the_inputs_and_merging_in_steps_change_nothing(base: Bundle, makes) -> None:
     """In steps, too, as long as they were made by one version: a merged bundle lists several."""
-    problems = [one for one in base.choices if one.fusion is Fusion.NONE or one.N == 256]
-    made = []
+    problems = [choice for choice in base.choices if choice.fusion is Fusion.NONE or choice.N == 256]
+    bundles = []
     for choices, revision, version, triton in makes:
         cells = {(problems[p % len(problems)], bucket): claim for (p, bucket), claim in choices.items()}
         producer = base.producer._replace(pretuned=version, triton=triton)
         bundle = chosen(base, cells, producer=producer)
-        made.append(revised(bundle, revision) if revision else bundle)
-    results = {codec._encode(unchecked(*order).bundle) for order in itertools.permutations(made)}
+        bundles.append(revised(bundle, revision) if revision else bundle)
+    results = {codec._encode(unchecked(*order).bundle) for order in itertools.permutations(bundles)}
     (data,) = results
     whole = codec.decode(data, "whole")
-    for again in made:
-        if len({one.producer for one in made}) == 1:
+    for again in bundles:
+        if len({bundle.producer for bundle in bundles}) == 1:
             same = codec._encode(unchecked(whole, again).bundle) == data
             assert same, "merging in steps changed something"  # bytes in a report would hide the example
     for problem, row in whole.choices.items():
         for choice in row:
             rivals = [
                 (
-                    bundle.gpus[one.gpu] if one.gpu is not None else None,
-                    bundle.variants[one.variant].revision,
-                    one.time_ns,
+                    bundle.gpus[row_choice.gpu] if row_choice.gpu is not None else None,
+                    bundle.variants[row_choice.variant].revision,
+                    row_choice.time_ns,
                 )
-                for bundle in made
-                for one in bundle.choices.get(problem, ())
-                if one.bucket == choice.bucket
+                for bundle in bundles
+                for row_choice in bundle.choices.get(problem, ())
+                if row_choice.bucket == choice.bucket
             ]
             measured = [rival for rival in rivals if rival[0]]
-            among = [one for one in rivals if same_gpu(one[0], choice.measured_on(whole.gpus))]
+            among = [rival for rival in rivals if same_gpu(rival[0], choice.measured_on(whole.gpus))]
             latest = max(revision for _, revision, _ in among)
             assert (choice.source is Source.MEASURED) == bool(measured)
             assert whole.variants[choice.variant].revision == latest
             if measured:
                 assert choice.time_ns == min(time for _, revision, time in among if revision == latest)
-                there = {one.gpu for one in row if one.bucket == choice.bucket}
+                there = {chosen.gpu for chosen in row if chosen.bucket == choice.bucket}
                 assert len(there) == len({gpu.name for gpu, *_ in measured}), "one of each GPU"
 
 
 def test_every_gpu_that_is_named_is_used(base: Bundle, cell) -> None:
     idle = Gpu("NVIDIA H20", 78, 97871, 12080)
     unused = chosen(base, {cell: (0, 10, H200)})._replace(gpus=(idle, H200))
-    unused = unused._replace(choices={cell[0]: tuple(one._replace(gpu=1) for one in unused.choices[cell[0]])})
+    unused = unused._replace(choices={cell[0]: tuple(choice._replace(gpu=1) for choice in unused.choices[cell[0]])})
     assert merged(unused, chosen(base, {cell: (1, 20, None)})).bundle.gpus == (H200,)

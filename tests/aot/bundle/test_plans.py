@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from made import H200, Spec, bundle, measured, write
+from small_bundles import H200, Spec, bundle, measured, write
 
 from pretuned.aot.bundle.diff import diff
 from pretuned.aot.bundle.merge import merge
@@ -20,15 +20,15 @@ from pretuned.kernels.spec import Config, Loads, Schedule
 
 M = 8192
 ON_LOAD = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048, fusion=Fusion.GATHER)
-PLAIN, SILU = (ON_LOAD._replace(fusion=one) for one in (Fusion.NONE, Fusion.SILU))
+PLAIN, SILU = (ON_LOAD._replace(fusion=fusion) for fusion in (Fusion.NONE, Fusion.SILU))
 WIDE = Config(128, 256, 64, 8, 4, loads=Loads.TMA, schedule=Schedule.COOPERATIVE)
-SPECS = tuple(Spec(WIDE, fusion=one) for one in (Fusion.GATHER, Fusion.NONE, Fusion.SCATTER, Fusion.SILU))
+SPECS = tuple(Spec(WIDE, fusion=fusion) for fusion in (Fusion.GATHER, Fusion.NONE, Fusion.SCATTER, Fusion.SILU))
 ON_LOAD_CHOICE, PLAIN_CHOICE = measured(M, 0, 300.0), measured(M, 1, 200.0)
 
 
-def made(*problems: Problem) -> Bundle:
+def bundle_with(*problems: Problem) -> Bundle:
     choices = {ON_LOAD: ON_LOAD_CHOICE, PLAIN: PLAIN_CHOICE, SILU: measured(M, 3, 190.0)}
-    return bundle({one: [choices[one]] for one in problems}, gpus=[H200], specs=SPECS)
+    return bundle({problem: [choices[problem]] for problem in problems}, gpus=[H200], specs=SPECS)
 
 
 def plan_of(bundle: Bundle, problem: Problem) -> list[tuple[Way, Fusion | None]]:
@@ -42,15 +42,15 @@ FIRST = [(Way.ROWS_FIRST, Fusion.NONE)]
 
 def test_a_merge_makes_the_plans_of_all_its_choices() -> None:
     """Neither bundle has both times. (No variant that stores by index ships: no choice names it.)"""
-    one, other = made(ON_LOAD), made(PLAIN)
-    assert (plan_of(one, ON_LOAD), plan_of(other, PLAIN)) == ([], [])
-    merged = merge({"one": one, "other": other}).bundle
+    first, other = bundle_with(ON_LOAD), bundle_with(PLAIN)
+    assert (plan_of(first, ON_LOAD), plan_of(other, PLAIN)) == ([], [])
+    merged = merge({"one": first, "other": other}).bundle
     assert plan_of(merged, ON_LOAD) == FIRST
     assert codec.decode(codec.encode(merged), "merged") == merged
 
 
 def test_what_is_pruned_names_no_variant_that_is_gone() -> None:
-    whole = made(ON_LOAD, PLAIN, SILU)
+    whole = bundle_with(ON_LOAD, PLAIN, SILU)
     assert plan_of(whole, PLAIN) == [(Way.FUSED_SILU, Fusion.SILU)]
     for kept, plan in (((ON_LOAD, PLAIN), []), ((PLAIN, SILU), [(Way.FUSED_SILU, Fusion.SILU)])):
         pruned = prune(whole, BuildPlan(dict.fromkeys(kept, (M,)), ()), "whole").bundle
@@ -61,11 +61,11 @@ def test_what_is_pruned_names_no_variant_that_is_gone() -> None:
 
 
 def test_diff_and_inspect_show_a_plan(tmp_path: Path) -> None:
-    whole = made(ON_LOAD, PLAIN)
+    whole = bundle_with(ON_LOAD, PLAIN)
     (choice,) = whole.choices[ON_LOAD]
     other = whole._replace(choices={**whole.choices, ON_LOAD: (choice._replace(plan=choice.plan[:1]),)})
     assert diff(whole, whole).choices == ()
-    assert [one.what for one in diff(whole, other).choices] == [("plan",)]
+    assert [choice.what for choice in diff(whole, other).choices] == [("plan",)]
     with open_bundle(
         write(tmp_path / "a.msgpack", {ON_LOAD: [ON_LOAD_CHOICE], PLAIN: [PLAIN_CHOICE]}, gpus=[H200], specs=SPECS)
     ) as opened:
@@ -91,7 +91,7 @@ def test_diff_and_inspect_show_a_plan(tmp_path: Path) -> None:
     ],
 )
 def test_a_plan_whose_variant_computes_something_else_is_refused(problem: Problem, row: PlanRow) -> None:
-    whole = made(ON_LOAD, PLAIN)
+    whole = bundle_with(ON_LOAD, PLAIN)
     (choice,) = whole.choices[problem]
     wrong: Choice = choice._replace(plan=(row,))
     with pytest.raises(BundleCorrupt, match=f"variant {row.variant} "):

@@ -31,7 +31,7 @@ def planned(*models: str, ops: tuple[Op, ...] = OPS):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, compiled_dir, small_space):
+def built(tmp_path_factory, compiled_dir, small_space):
     """Real bundles for sm_80 by the models they are for: SMALL has two candidates, BIG one."""
     space = Pool(lambda *of: small_space.aligned(*of)[: 1 + (of[1] is DType.BF16)], small_space.fallbacks)
 
@@ -44,14 +44,14 @@ def made(tmp_path_factory, compiled_dir, small_space):
 
 
 @pytest.fixture(scope="module")
-def both(made) -> Bundle:
-    return made(SMALL, BIG)
+def both(built) -> Bundle:
+    return built(SMALL, BIG)
 
 
-def test_what_is_left_is_what_the_model_alone_would_have(made, both: Bundle) -> None:
+def test_what_is_left_is_what_the_model_alone_would_have(built, both: Bundle) -> None:
     done = prune(both, planned(SMALL), "both")
     assert codec.decode(codec.encode(done.bundle), "pruned") == done.bundle
-    assert not diff(made(SMALL), done.bundle).differ, "every choice of this space is the same with and without BIG"
+    assert not diff(built(SMALL), done.bundle).differ, "every choice of this space is the same with and without BIG"
     assert not done.missing
     assert sum(map(len, done.bundle.cubins)) < sum(map(len, both.cubins))
 
@@ -60,26 +60,29 @@ def test_the_fallbacks_of_its_ops_stay(both: Bundle) -> None:
     done = prune(both, planned(SMALL, ops=(Op.FORWARD,)), "both")
     dtypes = {problem.dtype for problem in done.bundle.choices}
     ops = (RowOp.ACTIVATION, RowOp.COMBINE, RowOp.GATHER)
-    passes = {one for one in both.variants if one.op in ops and one.dtype in dtypes}
-    passes |= {one for one in both.variants if one.op in WITHOUT_DTYPE}
+    passes = {variant for variant in both.variants if variant.op in ops and variant.dtype in dtypes}
+    passes |= {variant for variant in both.variants if variant.op in WITHOUT_DTYPE}
     assert len(passes) == 6 + 3
-    assert {one for one in done.bundle.variants if isinstance(one.op, RowOp)} == passes
+    assert {variant for variant in done.bundle.variants if isinstance(variant.op, RowOp)} == passes
     done = replace(
-        done, bundle=done.bundle._replace(variants=tuple(one for one in done.bundle.variants if one not in passes))
+        done,
+        bundle=done.bundle._replace(
+            variants=tuple(variant for variant in done.bundle.variants if variant not in passes)
+        ),
     )
-    fallbacks = {one for one in both.variants if one.alignment == 1 and one.op is Op.FORWARD}
+    fallbacks = {variant for variant in both.variants if variant.alignment == 1 and variant.op is Op.FORWARD}
     needed = {Family.of(problem) for problem in done.bundle.choices}
-    assert {one for one in done.bundle.variants if one.alignment == 1} == {
-        one for one in fallbacks if Family.of(one) in needed
+    assert {variant for variant in done.bundle.variants if variant.alignment == 1} == {
+        fallback for fallback in fallbacks if Family.of(fallback) in needed
     }
-    assert {one.op for one in done.bundle.variants} == {Op.FORWARD}
-    assert {Family.of(one) for one in done.bundle.variants if one.alignment == 1} == needed
+    assert {variant.op for variant in done.bundle.variants} == {Op.FORWARD}
+    assert {Family.of(variant) for variant in done.bundle.variants if variant.alignment == 1} == needed
 
 
 def test_fewer_tokens_keep_fewer_buckets(both: Bundle) -> None:
     some = planned(SMALL.replace("1..64", "4..16"))
     done = prune(both, some, "both")
-    assert {p: tuple(one.bucket for one in row) for p, row in done.bundle.choices.items()} == dict(some.buckets)
+    assert {p: tuple(choice.bucket for choice in row) for p, row in done.bundle.choices.items()} == dict(some.buckets)
     (model,) = done.bundle.models
     assert set(model.problems) == set(some.problems)
 
@@ -87,7 +90,7 @@ def test_fewer_tokens_keep_fewer_buckets(both: Bundle) -> None:
 def test_the_choices_of_every_gpu_are_kept(both: Bundle) -> None:
     def on(gpu: Gpu) -> Bundle:
         rows = {
-            problem: tuple(one._replace(source=Source.MEASURED, gpu=0) for one in row)
+            problem: tuple(choice._replace(source=Source.MEASURED, gpu=0) for choice in row)
             for problem, row in both.choices.items()
         }
         return both._replace(choices=rows, gpus=(gpu,))
@@ -96,8 +99,8 @@ def test_the_choices_of_every_gpu_are_kept(both: Bundle) -> None:
     assert done.gpus == (H100, H200)
     assert done.choices
     for problem, row in done.choices.items():
-        assert [(one.bucket, one.gpu) for one in row] == [
-            (one.bucket, i) for one in both.choices[problem] for i in (0, 1)
+        assert [(choice.bucket, choice.gpu) for choice in row] == [
+            (choice.bucket, i) for choice in both.choices[problem] for i in (0, 1)
         ]
 
 
@@ -132,11 +135,11 @@ def test_pruned_parts_merge_back(both: Bundle) -> None:
     assert not diff(both, merge(parts).bundle).differ
 
 
-def test_a_choice_for_the_same_product_by_its_other_name_is_kept(made) -> None:
+def test_a_choice_for_the_same_product_by_its_other_name_is_kept(built) -> None:
     """SMALL's first GEMM is square: dX of [E, N, K] is its forward of [E, K, N]."""
     wanted = planned(SMALL + " layout=kn")
-    done = prune(made(SMALL), wanted, "small")
-    square = {one for one in wanted.problems if one.N == one.K and not one.fusion}
+    done = prune(built(SMALL), wanted, "small")
+    square = {problem for problem in wanted.problems if problem.N == problem.K and not problem.fusion}
     assert set(done.bundle.choices) == square != set(wanted.problems)
     assert set(done.missing) == set(wanted.problems) - square
     assert codec.decode(codec.encode(done.bundle), "pruned") == done.bundle

@@ -1,4 +1,4 @@
-"""What ships of the whole catalogue, for figures of cubins that were not compiled."""
+"""Variants that ship for the whole catalogue, chosen by the sizes of cubins that were not compiled."""
 
 from __future__ import annotations
 
@@ -108,52 +108,55 @@ def test_the_calls_that_the_whole_catalogue_takes(catalogue: BuildPlan, sm: int)
 def test_the_whole_catalogue(catalogue: BuildPlan, sm: int) -> None:
     catalogue = planned_on(catalogue, (sm,))
     chosen = _choose(catalogue, sm)
-    variants = [one.variant for one in chosen.variants]
-    plain = [one for one in variants if not one.dtype.quantised]
+    variants = [variant.variant for variant in chosen.variants]
+    plain = [variant for variant in variants if not variant.dtype.quantised]
     for op in Op:
-        assert len({one.config for one in plain if one.op is op}) <= CONFIG_LIMIT
+        assert len({variant.config for variant in plain if variant.op is op}) <= CONFIG_LIMIT
     assert len(plain) <= CUBINS
     assert len(plain) * CUBIN_BYTES < 6e6
-    assert sum(one.op is Op.FORWARD for one in plain) * CUBIN_BYTES < 2e6
-    formats = collections.Counter(one.dtype for one in variants if one.dtype.quantised)
+    assert sum(value.op is Op.FORWARD for value in plain) * CUBIN_BYTES < 2e6
+    formats = collections.Counter(variant.dtype for variant in variants if variant.dtype.quantised)
     assert formats
     assert max(formats.values()) <= CUBINS_OF_A_FORMAT
     assert max(loss.max_loss for loss in chosen.losses) < 0.05
-    assert {one.family for one in chosen.losses} == {
-        (one.op, one.dtype, one.layout, one.fusion) for one in families(catalogue.problems)
+    assert {loss.family for loss in chosen.losses} == {
+        (family.op, family.dtype, family.layout, family.fusion) for family in families(catalogue.problems)
     }
     assert [*chosen.choices] == [*catalogue.problems]
     for problem, choices in chosen.choices.items():
-        assert tuple(one.bucket for one in choices) == catalogue.buckets[problem]
-        for one in choices:
-            assert Family.of(variants[one.variant]) == Family.of(problem)
-            assert has_aligned_rows(problem) == (variants[one.variant].alignment == 16)
-    used = {i for choices in chosen.choices.values() for one in choices for i in (one.variant, one.runner_up)}
-    assert all(i in used for i, one in enumerate(variants) if one.alignment == 16)
+        assert tuple(choice.bucket for choice in choices) == catalogue.buckets[problem]
+        for choice in choices:
+            assert Family.of(variants[choice.variant]) == Family.of(problem)
+            assert has_aligned_rows(problem) == (variants[choice.variant].alignment == 16)
+    used = {i for choices in chosen.choices.values() for choice in choices for i in (choice.variant, choice.runner_up)}
+    assert all(i in used for i, variant in enumerate(variants) if variant.alignment == 16)
 
 
 @pytest.mark.slow
 def test_silu_in_the_epilogue_changes_no_other_choice(some_on_90: BuildPlan, chosen_of_some: Chosen) -> None:
-    every, chosen = some_on_90, chosen_of_some
-    gated = {one for one in every.problems if optional(one)}
+    planned, chosen = some_on_90, chosen_of_some
+    gated = {problem for problem in planned.problems if optional(problem)}
     assert len(gated) > 20
-    before = _choose(every.without(gated), 90)
+    before = _choose(planned.without(gated), 90)
     assert len(chosen.variants) <= len(before.variants) + 2 * GATED_CONFIGS
 
-    def told(found: Chosen, problem: Problem) -> list[tuple[object, ...]]:
-        return [(one.bucket, found.variants[one.variant].variant.config, one.time_ns) for one in found.choices[problem]]
+    def rows_of(chosen: Chosen, problem: Problem) -> list[tuple[object, ...]]:
+        return [
+            (choice.bucket, chosen.variants[choice.variant].variant.config, choice.time_ns)
+            for choice in chosen.choices[problem]
+        ]
 
-    for problem in every.problems:
+    for problem in planned.problems:
         if problem not in gated:
-            assert told(chosen, problem) == told(before, problem)
+            assert rows_of(chosen, problem) == rows_of(before, problem)
 
 
 @pytest.mark.slow
 def test_forms_that_move_rows_share_the_plain_ones_configs(chosen_of_some: Chosen) -> None:
     """Else three families of an op would need three times the configs."""
-    variants = [one.variant for one in chosen_of_some.variants if one.variant.op is Op.FORWARD]
+    variants = [variant.variant for variant in chosen_of_some.variants if variant.variant.op is Op.FORWARD]
     plain, *moving = (
-        {one.config for one in variants if one.fusion is fusion}
+        {variant.config for variant in variants if variant.fusion is fusion}
         for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER)
     )
     assert all(len(configs & plain) > len(configs) / 2 for configs in moving)
@@ -169,14 +172,14 @@ def test_forms_that_move_rows_share_the_plain_ones_configs(chosen_of_some: Chose
     ],
 )
 def test_both_layouts_have_good_choices_among_the_same_variants(models: list[str]) -> None:
-    """What [E, K, N] adds is choices: its code is that of [E, N, K]."""
+    """A problem [E, K, N] adds choices but no code: its code is that of [E, N, K]."""
     planned = plan(load_models(models).shapes)
     compiled = [_compiled(spec, 90) for spec in specs(planned.problems, 90, Pool())]
-    chosen, every = choose(planned, compiled, 90), choose_among_all(planned, compiled, 90)
-    assert {one.variant.layout for one in chosen.variants} == {Layout.NK}
+    chosen, among_all = choose(planned, compiled, 90), choose_among_all(planned, compiled, 90)
+    assert {variant.variant.layout for variant in chosen.variants} == {Layout.NK}
     assert [*chosen.choices] == [*planned.problems]
     for problem, choices in chosen.choices.items():
-        for choice, best in zip(choices, every.choices[problem], strict=True):
+        for choice, best in zip(choices, among_all.choices[problem], strict=True):
             assert choice.time_ns <= 1.03 * best.time_ns
 
 
@@ -185,14 +188,16 @@ def test_a_forward_has_a_forward_s_candidates_whatever_it_is_called() -> None:
 
     def configs(of: str, op: Op) -> set[object]:
         problems = plan(load_models([f"openai/gpt-oss-20b weights=bf16 {of}"]).shapes).problems
-        return {one.config for one in specs(problems, 90, Pool()) if one.op is op and not one.fusion & Fusion.SILU}
+        return {spec.config for spec in specs(problems, 90, Pool()) if spec.op is op and not spec.fusion & Fusion.SILU}
 
-    def every(of: str) -> set[Spec]:
+    def configs_of(of: str) -> set[Spec]:
         return {*specs(plan(load_models([f"openai/gpt-oss-20b weights=bf16 {of}"]).shapes).problems, 90, Pool())}
 
-    assert every("layout=nk") < every("")  # [E, K, N] beside it takes none away, of forms that move rows neither
+    assert configs_of("layout=nk") < configs_of(
+        ""
+    )  # [E, K, N] beside it takes none away, of forms that move rows neither
     own = configs("ops=forward layout=nk", Op.FORWARD)
-    assert any(one.cache is Cache.EVICT_FIRST for one in own)
+    assert any(config.cache is Cache.EVICT_FIRST for config in own)
     assert configs("ops=forward layout=kn", Op.DX) == own
     assert configs("ops=forward,dX", Op.DX) == own | configs("ops=dX layout=nk", Op.DX)
 
@@ -200,14 +205,16 @@ def test_a_forward_has_a_forward_s_candidates_whatever_it_is_called() -> None:
 @pytest.mark.slow
 def test_all_forms_of_an_op_keep_to_the_limit(some_on_90: BuildPlan, chosen_of_some: Chosen) -> None:
     """Silu in the epilogue too: with what the other forms hold, where there is room, else within it."""
-    assert any(optional(one) for one in some_on_90.problems)
+    assert any(optional(problem) for problem in some_on_90.problems)
     compiled = [_compiled(spec, 90) for spec in specs(some_on_90.problems, 90, Pool())]
     eight = choose(some_on_90, compiled, 90, configs=8)
     for limit, chosen in ((8, eight), (CONFIG_LIMIT, chosen_of_some)):
         held: dict[object, set[object]] = {}
-        for one in chosen.variants:
-            if isinstance(one.variant.op, Op):
-                held.setdefault((one.variant.op, one.variant.dtype, one.variant.layout), set()).add(one.variant.config)
+        for variant in chosen.variants:
+            if isinstance(variant.variant.op, Op):
+                held.setdefault((variant.variant.op, variant.variant.dtype, variant.variant.layout), set()).add(
+                    variant.variant.config
+                )
         assert limit - 3 <= max(map(len, held.values())) <= limit
 
 
@@ -216,38 +223,40 @@ def test_an_optional_form_that_no_held_config_serves_still_ships() -> None:
     planned = planned_on(plan(load_models(["Qwen/Qwen3-30B-A3B tokens=4096..65536"]).shapes), (90,))
     compiled = [_compiled(spec, 90) for spec in specs(planned.problems, 90, Pool())]
     both = Fusion.SILU | Fusion.GATHER
-    of_both = [one for one in compiled if one.variant.fusion == both]
-    assert len({one.variant.config for one in of_both}) > 1
-    for kept in {one.variant.config for one in of_both}:
-        left = [one for one in compiled if one.variant.fusion != both or one.variant.config == kept]
+    of_both = [candidate for candidate in compiled if candidate.variant.fusion == both]
+    assert len({candidate.variant.config for candidate in of_both}) > 1
+    for kept in {candidate.variant.config for candidate in of_both}:
+        left = [
+            candidate for candidate in compiled if candidate.variant.fusion != both or candidate.variant.config == kept
+        ]
         for limit in (1, 3, 16):
             chosen = choose(planned, left, 90, configs=limit)
-            assert all(chosen.choices[one] for one in planned.problems)
+            assert all(chosen.choices[problem] for problem in planned.problems)
 
 
 @pytest.fixture(scope="module")
 def around_an_h100() -> Neighbourhood:
-    """What the shipped bundle measured, for an H100."""
-    found = Snapshot([Place(Kind.INSTALLED, Path(__file__).parents[3] / "artifacts" / "bundles")])
-    return Neighbourhood(found, H100, found.view(H100, installed=False))
+    """The cells that the shipped bundle measured, for an H100."""
+    bundle_set = Snapshot([Place(Kind.INSTALLED, Path(__file__).parents[3] / "artifacts" / "bundles")])
+    return Neighbourhood(bundle_set, H100, bundle_set.view(H100, installed=False))
 
 
 def test_without_a_gpu_choices_are_the_runtimes_by_what_is_measured_around(around_an_h100: Neighbourhood) -> None:
     """Of a model that no bundle has, over the same variants: built or not, the same code runs."""
     planned = plan(load_models(["shape:E=60,H=2432,I=1408,k=4 tokens=1..4096"]).shapes)
-    planned = planned.without({one for one in planned.problems if one.fusion})
-    usable = next(one for one in around_an_h100.view.usable if one.path.stem == "catalogue-sm90")
-    compiled = [Compiled(one, b"") for one in usable.bundle.variants()]
+    planned = planned.without({problem for problem in planned.problems if problem.fusion})
+    usable = next(usable for usable in around_an_h100.view.usable if usable.path.stem == "catalogue-sm90")
+    compiled = [Compiled(variant, b"") for variant in usable.bundle.variants()]
     chosen = choose(planned, compiled, 90, configs=len(compiled), around=around_an_h100)
     alone = choose(planned, compiled, 90, configs=len(compiled))
-    found = Snapshot([Place(Kind.INSTALLED, usable.path.parent)])
+    bundle_set = Snapshot([Place(Kind.INSTALLED, usable.path.parent)])
     changed = cells = 0
     for problem, choices in chosen.choices.items():
-        for one, by_model in zip(choices, alone.choices[problem], strict=True):
-            assert one.source is Source.MODELLED
-            ran = settle(found, problem, one.bucket, H100, True, False)
+        for choice, by_model in zip(choices, alone.choices[problem], strict=True):
+            assert choice.source is Source.MODELLED
+            ran = settle(bundle_set, problem, choice.bucket, H100, True, False)
             assert isinstance(ran, Decision)
             cells += 1
-            assert one.time_ns == pytest.approx(1e3 * ran.chosen.time_us, rel=0.02)  # what gains little ships not
-            changed += chosen.variants[one.variant].variant != alone.variants[by_model.variant].variant
+            assert choice.time_ns == pytest.approx(1e3 * ran.chosen.time_us, rel=0.02)  # what gains little ships not
+            changed += chosen.variants[choice.variant].variant != alone.variants[by_model.variant].variant
     assert changed > 0.1 * cells

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-import made
 import pytest
+import small_bundles
 from hypothesis import HealthCheck, given, settings
-from made import H100, SPECS, Spec, measured, modelled
+from small_bundles import H100, SPECS, Spec, measured, modelled
 
 from pretuned.aot.choose.bundle import assembled, choose_from
 from pretuned.aot.choose.candidates import Candidates
@@ -40,7 +40,7 @@ EVERY_BUCKET = tuple(1 << i for i in range(12))
 PLAN = BuildPlan({ONE: BUCKETS, TWO: BUCKETS[1:3]}, ())
 OWN = (*SPECS, Spec(Config(64, 128, 64, 4, 3)), Spec(Config(64, 64, 64, 4, 4)))
 
-H200 = made.H200._replace(driver=13000)
+H200 = small_bundles.H200._replace(driver=13000)
 ON_H200 = LocalGpu(90, H200)
 ARGUMENTS = (("x", "ptr"), ("w", "ptr"), ("y", "ptr"), ("m_sizes", "ptr"))
 
@@ -50,12 +50,12 @@ Truth = Mapping[tuple[Cell, bytes], int]  # nanoseconds
 
 def bundle(choices: Mapping[Problem, Sequence[Choice]], **how: Any) -> Bundle:
     """With arguments that a launcher fills."""
-    found = made.bundle(choices, **how)
-    return found._replace(variants=tuple(one._replace(arguments=ARGUMENTS) for one in found.variants))
+    built = small_bundles.bundle(choices, **how)
+    return built._replace(variants=tuple(variant._replace(arguments=ARGUMENTS) for variant in built.variants))
 
 
 def candidates_of(tag: str) -> Candidates:
-    """What was compiled here."""
+    """Return the candidates that were compiled here."""
     own = bundle({}, specs=OWN, tag=tag)
     compiled = tuple(map(Compiled, own.variants, own.cubins))
     return Candidates(own.target, own.min_driver, own.producer, own.kernels, compiled)
@@ -66,15 +66,15 @@ def there_of(folder: Path, kind: Kind = Kind.INSTALLED) -> Incumbents:
     return Incumbents(Snapshot((), lambda: [Place(kind, folder)]))
 
 
-def running_in(found: Incumbents) -> Running:
+def running_in(incumbents: Incumbents) -> Running:
     cells = dict.fromkeys((ONE, TWO, UNKNOWN), EVERY_BUCKET)
-    return found.running(cells, ON_H200)
+    return incumbents.running(cells, ON_H200)
 
 
 @st.composite
 def shipped_bundles(draw: st.DrawFn) -> list[Bundle]:
     """One to three that are there: measured here or on another GPU or modelled, in any cells."""
-    found = []
+    seen = []
     for number in range(draw(st.integers(1, 3))):
         choices = {}
         for problem in (ONE, TWO):
@@ -85,8 +85,8 @@ def shipped_bundles(draw: st.DrawFn) -> list[Bundle]:
                 rows.append(modelled(bucket, index) if gpu < 0 else measured(bucket, index, 9, gpu=gpu))
             if rows:
                 choices[problem] = rows
-        found.append(bundle(choices, gpus=[H200, H100], tag=f"shipped {number}"))
-    return found
+        seen.append(bundle(choices, gpus=[H200, H100], tag=f"shipped {number}"))
+    return seen
 
 
 @pytest.mark.slow
@@ -96,12 +96,12 @@ def test_no_cell_is_slower_after_a_bundle_is_added(
     tmp_path_factory: pytest.TempPathFactory, shipped: list[Bundle], draw: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("there")
-    for number, one in enumerate(shipped):
-        publish(folder / f"{number}.msgpack", codec.encode(one))
-    found = there_of(folder)
-    before = running_in(found)
-    candidates = candidates_of("own").with_others(found.codes(PLAN.problems, 90))
-    shas = [one.variant.cubin_sha256 for one in candidates.every]
+    for number, bundle in enumerate(shipped):
+        publish(folder / f"{number}.msgpack", codec.encode(bundle))
+    incumbents = there_of(folder)
+    before = running_in(incumbents)
+    candidates = candidates_of("own").with_others(incumbents.codes(PLAN.problems, 90))
+    shas = [candidate.variant.cubin_sha256 for candidate in candidates.all_variants]
     seed = draw.draw(st.integers(0, 1 << 30))
 
     def truth(cell: Cell, sha: bytes) -> int:
@@ -129,7 +129,10 @@ def test_no_cell_is_slower_after_a_bundle_is_added(
     limit = draw.draw(st.sampled_from([1, 4, 16]))
     chosen = choose_from(PLAN, candidates, evidence, limit, before)
     fresh = assembled(PLAN, candidates, chosen, evidence, before)
-    assert fresh.producer.held_against == tuple(sorted({one.bundle.hex()[:16] for one in before.values()}))[:10]
+    assert (
+        fresh.producer.held_against
+        == tuple(sorted({incumbent.bundle.hex()[:16] for incumbent in before.values()}))[:10]
+    )
     new = tmp_path_factory.mktemp("new")
     publish(new / "new.msgpack", codec.encode(fresh))
     after = Snapshot([Place(Kind.NAMED, new)], lambda: [Place(Kind.INSTALLED, folder)])
@@ -142,19 +145,19 @@ def test_no_cell_is_slower_after_a_bundle_is_added(
             times = measured_cells[cell_of(*cell)].times_ns  # else it has no right to change
             assert times[runs] < times[ran.variant]
             assert truth(cell, runs) < truth(cell, ran.variant)
-    told = BaselineComparison.of(fresh, evidence, before)
-    assert told is not None
-    assert told.slower == 0
+    comparison = BaselineComparison.of(fresh, evidence, before)
+    assert comparison is not None
+    assert comparison.slower == 0
     faster = sum(now[cell].variant != before[cell].variant for cell in plan_cells)
-    assert faster <= told.faster  # those of bundles in places before it stay, too, where they were measured here
-    assert told.faster + told.as_before + told.not_compared == len(plan_cells)
+    assert faster <= comparison.faster  # those of bundles in places before it stay, too, where they were measured here
+    assert comparison.faster + comparison.as_before + comparison.not_compared == len(plan_cells)
 
 
 def record(cell: Cell, timed: list[bytes], truth: object, noise: float, ran: Incumbent | None) -> Measured:
     """One cell, as a GPU that is never wrong measures it."""
     assert callable(truth)
     timings = tuple(Timing(sha, (truth(cell, sha),) * 2, noise, 20, 0.001) for sha in timed)
-    fastest = min(timings, key=lambda one: one.time_ns)
+    fastest = min(timings, key=lambda timing: timing.time_ns)
     held = ran.variant if ran is not None else timed[0]
     duel = None
     if fastest.variant != held:
@@ -170,9 +173,9 @@ def cell_record(ns: Mapping[bytes, int], ran: Incumbent | None, cell: Cell = (ON
 @pytest.fixture
 def there(tmp_path: Path) -> Iterator[Incumbents]:
     """One bundle, of a later driver and of an earlier Triton."""
-    one = bundle({ONE: [measured(64, 1, 9)]}, gpus=[H200], tag="there")
-    one = one._replace(min_driver=12090, producer=one.producer._replace(triton="3.6.0", options=("a=1",)))
-    publish(tmp_path / "there.msgpack", codec.encode(one))
+    built = bundle({ONE: [measured(64, 1, 9)]}, gpus=[H200], tag="there")
+    built = built._replace(min_driver=12090, producer=built.producer._replace(triton="3.6.0", options=("a=1",)))
+    publish(tmp_path / "there.msgpack", codec.encode(built))
     return there_of(tmp_path)
 
 
@@ -219,7 +222,7 @@ def test_what_was_not_measured_stays_and_says_that_it_is_modelled(there: Incumbe
 def test_what_is_the_same_code_or_of_other_sources_is_not_carried(there: Incumbents) -> None:
     codes = there.codes((ONE,), 90)
     own = candidates_of("there")  # the same bytes
-    assert [one.code.variant.config for one in own.with_others(codes).carried] == []
+    assert [incumbent.code.variant.config for incumbent in own.with_others(codes).carried] == []
     other = replace(own, kernels=(own.kernels[0]._replace(source_sha256=bytes(32)),), compiled=own.compiled[:1])
     assert other.with_others(codes).carried == ()
 
@@ -229,24 +232,26 @@ def test_a_bundle_that_is_replaced_is_not_held_against(tmp_path: Path, monkeypat
     mine = bundle({ONE: [measured(64, 0, 9)]}, gpus=[H200], tag="mine")
     publish(tmp_path / "mine.msgpack", codec.encode(mine))
     sha = mine.variants[0].cubin_sha256
-    assert Incumbents.found().running({ONE: (64,)}, ON_H200)[ONE, 64].variant == sha
+    assert Incumbents.on_search_path().running({ONE: (64,)}, ON_H200)[ONE, 64].variant == sha
     link = tmp_path.parent / "link"
     link.symlink_to(tmp_path)
     for path in (tmp_path / "mine.msgpack", link / "mine.msgpack"):
-        assert Incumbents.found(path).running({ONE: (64,)}, ON_H200)[ONE, 64].variant != sha
+        assert Incumbents.on_search_path(path).running({ONE: (64,)}, ON_H200)[ONE, 64].variant != sha
     link.unlink()
 
 
 def test_a_fallback_that_runs_an_aligned_problem_takes_part(tmp_path: Path) -> None:
-    """As where no aligned variant takes so many experts."""
+    """If no aligned variant takes so many experts, the fallback runs an aligned problem."""
     many = ONE._replace(E=600)
     publish(tmp_path / "one.msgpack", codec.encode(bundle({ONE: [modelled(64, 0)]}, tag="there")))
-    found = there_of(tmp_path)
+    incumbents = there_of(tmp_path)
     plan = BuildPlan({many: (64,)}, ())
-    running = found.running(plan.buckets, ON_H200)
+    running = incumbents.running(plan.buckets, ON_H200)
     own = candidates_of("own")
-    aligned = tuple(replace(one, variant=one.variant._replace(max_experts=4096)) for one in own.compiled)
-    candidates = replace(own, compiled=aligned).with_others(found.codes(plan.problems, 90))
+    aligned = tuple(
+        replace(candidate, variant=candidate.variant._replace(max_experts=4096)) for candidate in own.compiled
+    )
+    candidates = replace(own, compiled=aligned).with_others(incumbents.codes(plan.problems, 90))
     chosen = choose_from(plan, candidates, None, running=running)
     ran = chosen.variants[chosen.choices[many][0].variant].variant
     assert (ran.alignment, ran.cubin_sha256) == (1, running[many, 64].variant)
@@ -272,12 +277,12 @@ def test_it_is_reported_by_the_times_of_the_journal(there: Incumbents) -> None:
     ]
     evidence = Timings.of(Contents(Header(90, H200, ()), tuple(records), 0, 0))
     fresh = assembled(plan, candidates, choose_from(plan, candidates, evidence), evidence)
-    told = BaselineComparison.of(fresh, evidence, None)
-    assert told is not None
-    assert (told.faster, told.as_before, told.slower) == (2, 1, 0)
-    assert told.gain == pytest.approx((1.25 * 2.0) ** 0.5 - 1)
+    comparison = BaselineComparison.of(fresh, evidence, None)
+    assert comparison is not None
+    assert (comparison.faster, comparison.as_before, comparison.slower) == (2, 1, 0)
+    assert comparison.gain == pytest.approx((1.25 * 2.0) ** 0.5 - 1)
     alone = replace(candidates, compiled=candidates.compiled[:1], carried=())  # on a machine without that bundle
     left = assembled(plan, alone, choose_from(plan, alone, evidence), evidence)
-    told = BaselineComparison.of(left, evidence, None)
-    assert told is not None
-    assert (told.faster, told.as_before, told.slower) == (2, 0, 1)
+    comparison = BaselineComparison.of(left, evidence, None)
+    assert comparison is not None
+    assert (comparison.faster, comparison.as_before, comparison.slower) == (2, 0, 1)

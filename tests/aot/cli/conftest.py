@@ -16,7 +16,7 @@ from pretuned.aot.cli.main import run
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
+    """The output, errors and exit code of a command that has ended."""
 
     code: int
     out: str
@@ -39,8 +39,8 @@ def aot(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
 
     def command(*arguments: object) -> Ended:
         code = run([str(argument) for argument in arguments])
-        told = capsys.readouterr()
-        return Ended(code, told.out, told.err)
+        output = capsys.readouterr()
+        return Ended(code, output.out, output.err)
 
     return command
 

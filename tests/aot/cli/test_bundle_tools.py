@@ -37,32 +37,32 @@ def put(here, small_bundle):
 
 
 def cells(base, n, time_ns, gpu):
-    problem = next(one for one in base.choices if one.N == 256 and len(able(base, one)) == 3)
+    problem = next(choice for choice in base.choices if choice.N == 256 and len(able(base, choice)) == 3)
     return {(problem, bucket): (n, time_ns, gpu) for bucket in (2, 4, 8)}
 
 
 def test_merge(aot, here, put, small_bundle):
-    one = put("one", lambda base: base)
+    first = put("one", lambda base: base)
     two = put("two", lambda base: chosen(base, cells(base, 1, 2_000, H200)))
-    ended = aot("merge", one, two, "-o", "both.msgpack")
+    ended = aot("merge", first, two, "-o", "both.msgpack")
     assert ended.code == 0, ended.err
     assert "measured beats modelled" in ended.out
     assert "(3 measured on NVIDIA H200)" in ended.out
     assert verify("both.msgpack").choices == verify(str(small_bundle)).choices
-    listed = aot("merge", one, two, "-o", "both.msgpack", "--conflicts")
+    listed = aot("merge", first, two, "-o", "both.msgpack", "--conflicts")
     assert listed.out.count("measured 2.00 us on NVIDIA H200") == 3
     assert "(unchanged)" in listed.out
     before = (here / "both.msgpack").read_bytes()
-    told = json.loads(aot("merge", two, one, two, "-o", "both.msgpack", "--json").out)
+    report = json.loads(aot("merge", two, first, two, "-o", "both.msgpack", "--json").out)
     assert (here / "both.msgpack").read_bytes() == before
-    assert told["measured"] == 3
-    assert [one["choices_taken"] for one in told["inputs"]] == [3, told["choices"] - 3]
-    assert [one["decided_by"] for one in told["conflicts"]] == ["measured"] * 3
-    assert told["conflicts"][0]["kept"] == {
+    assert report["measured"] == 3
+    assert [merged_input["choices_taken"] for merged_input in report["inputs"]] == [3, report["choices"] - 3]
+    assert [conflict["decided_by"] for conflict in report["conflicts"]] == ["measured"] * 3
+    assert report["conflicts"][0]["kept"] == {
         "path": two,
-        "variant": told["conflicts"][0]["kept"]["variant"],
+        "variant": report["conflicts"][0]["kept"]["variant"],
         "revision": ENTRIES["rows"].revision,
-        "cubin_sha256": told["conflicts"][0]["kept"]["cubin_sha256"],
+        "cubin_sha256": report["conflicts"][0]["kept"]["cubin_sha256"],
         "source": "measured",
         "time_us": 2.0,
         "torch_us": None,
@@ -72,10 +72,10 @@ def test_merge(aot, here, put, small_bundle):
 
 def test_each_gpu_s_choices_are_distinguished(aot, put):
     """Merged, listed, compared, and put back into the same bytes."""
-    one = put("one", lambda base: chosen(base, cells(base, 0, 3_000, H100)))
+    first = put("one", lambda base: chosen(base, cells(base, 0, 3_000, H100)))
     two = put("two", lambda base: chosen(base, cells(base, 1, 2_000, H200)))
-    told = json.loads(aot("merge", two, one, "-o", "both.msgpack", "--json").out)
-    assert (told["measured"], told["gpus"], told["conflicts"]) == (6, [H100.name, H200.name], [])
+    report = json.loads(aot("merge", two, first, "-o", "both.msgpack", "--json").out)
+    assert (report["measured"], report["gpus"], report["conflicts"]) == (6, [H100.name, H200.name], [])
     listed = json.loads(aot("inspect", "both.msgpack", "--choices", "--json").out)["choices"]
     assert [(row["M_near"], row["gpu"], row["time_us"]) for row in listed[:3]] == [
         (2, H100.name, 3.0),
@@ -83,31 +83,31 @@ def test_each_gpu_s_choices_are_distinguished(aot, put):
         (4, H100.name, 3.0),
     ]
     assert f"measured on {H100.name}, {H200.name}" in aot("inspect", "both.msgpack").out
-    assert "choices of problems in both: 0 only in A, 3 only in B" in aot("diff", one, "both.msgpack").out
-    told = json.loads(aot("diff", "both.msgpack", two, "--json").out)
-    assert (told["choices"], told["choices_unmatched"]) == ([], {"added": 0, "removed": 3})
-    assert aot("merge", "both.msgpack", one, "-o", "both.msgpack").out.count("(unchanged)") == 1
+    assert "choices of problems in both: 0 only in A, 3 only in B" in aot("diff", first, "both.msgpack").out
+    report = json.loads(aot("diff", "both.msgpack", two, "--json").out)
+    assert (report["choices"], report["choices_unmatched"]) == ([], {"added": 0, "removed": 3})
+    assert aot("merge", "both.msgpack", first, "-o", "both.msgpack").out.count("(unchanged)") == 1
 
 
 def test_merge_into_one_of_its_inputs(aot, put):
-    one, two = put("one", lambda base: base), put("two", revised)
-    ended = aot("merge", one, two, "-o", one)
+    first, two = put("one", lambda base: base), put("two", revised)
+    ended = aot("merge", first, two, "-o", first)
     assert ended.code == 0
     assert "later kernel revision" in ended.out
-    assert aot("diff", one, two, "--exit-code").code == 1  # the twins that nothing uses are gone
-    assert "choices that changed" not in aot("diff", one, two).out
+    assert aot("diff", first, two, "--exit-code").code == 1  # the twins that nothing uses are gone
+    assert "choices that changed" not in aot("diff", first, two).out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["merge", "prune"])
 def test_of_two_that_change_one_file_the_second_waits(aot_process, here, put, verb):
     """Else what the first added would be gone. Other outputs wait for nobody."""
-    one = put("one", lambda base: base)
+    first = put("one", lambda base: base)
     rest = (put("two", revised),) if verb == "merge" else ("--models", "shape:E=8,H=256,I=128,k=2 name=small")
     with contextlib.ExitStack() as held:
         held.enter_context(lock(here, 0.0, required=True))
-        assert aot_process(verb, one, *rest, "-o", "other.msgpack").code == 0
-        words = [sys.executable, "-m", "pretuned.aot", verb, one, *rest, "-o", f"./{one}"]
+        assert aot_process(verb, first, *rest, "-o", "other.msgpack").code == 0
+        words = [sys.executable, "-m", "pretuned.aot", verb, first, *rest, "-o", f"./{first}"]
         with subprocess.Popen(words, cwd=here, stderr=subprocess.PIPE, text=True) as waits:
             assert waits.stderr is not None
             assert "works in" in waits.stderr.readline()
@@ -115,13 +115,13 @@ def test_of_two_that_change_one_file_the_second_waits(aot_process, here, put, ve
             held.close()
             waits.stderr.read()
     assert waits.returncode == 0
-    with open_bundle(here / one) as bundle:  # what was put there meanwhile was read
+    with open_bundle(here / first) as bundle:  # what was put there meanwhile was read
         assert any(choice.time_ns == 2_000 for problem in bundle.problems() for choice in bundle.find(problem))
 
 
 @pytest.mark.parametrize("verb", ["merge", "prune"])
 def test_an_output_that_is_something_else(aot, here, put, verb):
-    one = put("one", lambda base: base)
+    first = put("one", lambda base: base)
     (here / "notes.txt").write_text("precious")
     (here / "folder").mkdir()
     rest = (put("two", revised),) if verb == "merge" else ("--models", "shape:E=8,H=256,I=128,k=2 name=small")
@@ -130,7 +130,7 @@ def test_an_output_that_is_something_else(aot, here, put, verb):
         ("folder", 2, "is a directory"),
         ("nowhere/x.msgpack", 1, "is no directory"),
     ):
-        ended = aot(verb, one, *rest, "-o", out)
+        ended = aot(verb, first, *rest, "-o", out)
         assert (ended.code, ended.out) == (code, "")
         assert words in ended.err
         assert ended.err.count("\n") == 1
@@ -138,76 +138,78 @@ def test_an_output_that_is_something_else(aot, here, put, verb):
 
 
 def test_merge_of_what_is_no_bundle(aot, here, put):
-    one = put("one", lambda base: base)
-    data = bytearray((here / one).read_bytes())
+    first = put("one", lambda base: base)
+    data = bytearray((here / first).read_bytes())
     data[-10] ^= 1
     (here / "flipped.msgpack").write_bytes(data)
-    ended = aot("merge", one, "flipped.msgpack", "-o", "out.msgpack")
+    ended = aot("merge", first, "flipped.msgpack", "-o", "out.msgpack")
     assert ended.code == 2
     assert "flipped.msgpack" in ended.err
-    assert aot("merge", one, one, "-o", "out.msgpack").code == 2
+    assert aot("merge", first, first, "-o", "out.msgpack").code == 2
     assert not (here / "out.msgpack").exists()
 
 
 def test_diff(aot, put):
-    one = put("one", lambda base: chosen(base, cells(base, 0, 1_000, None)))
+    first = put("one", lambda base: chosen(base, cells(base, 0, 1_000, None)))
     two = put("two", lambda base: chosen(base, cells(base, 1, 2_000, H200)))
-    same = aot("diff", one, one, "--exit-code")
+    same = aot("diff", first, first, "--exit-code")
     assert (same.code, same.err) == (0, "")
     assert same.out.startswith("no difference")
-    ended = aot("diff", one, two)
+    ended = aot("diff", first, two)
     assert ended.code == 0
     assert ended.out.splitlines()[0] == "from A to B: 3 choices changed, taking 2.00x the time"
     assert "choices that changed: 3" in ended.out
     assert "+100.0 %" in ended.out
     assert "NVIDIA H200" in ended.out
-    every = aot("diff", one, two, "--choices", "--exit-code")
-    assert every.code == 1
-    assert every.out.count("modelled -> measured NVIDIA H200") == 3
-    told = json.loads(aot("diff", one, two, "--json").out)
-    assert told["differ"] is True
-    assert [one["changed"] for one in told["choices"]] == [["variant", "source", "gpu", "time"]] * 3
-    assert json.loads(aot("diff", one, one, "--json").out)["differ"] is False
+    listed = aot("diff", first, two, "--choices", "--exit-code")
+    assert listed.code == 1
+    assert listed.out.count("modelled -> measured NVIDIA H200") == 3
+    report = json.loads(aot("diff", first, two, "--json").out)
+    assert report["differ"] is True
+    assert [choice["changed"] for choice in report["choices"]] == [["variant", "source", "gpu", "time"]] * 3
+    assert json.loads(aot("diff", first, first, "--json").out)["differ"] is False
 
 
 def test_torch_as_a_choice_is_listed_compared_merged_and_reported(aot, here, put):
     def by_torch(base):
-        found = chosen(base, cells(base, 0, 3_000, H200))
-        rows = {problem: tuple(one._replace(torch_ns=1_500) for one in row) for problem, row in found.choices.items()}
-        return found._replace(choices=rows)
+        bundle = chosen(base, cells(base, 0, 3_000, H200))
+        rows = {
+            problem: tuple(choice._replace(torch_ns=1_500) for choice in row) for problem, row in bundle.choices.items()
+        }
+        return bundle._replace(choices=rows)
 
-    one, two = put("one", lambda base: chosen(base, cells(base, 0, 2_000, H200))), put("two", by_torch)
+    first, two = put("one", lambda base: chosen(base, cells(base, 0, 2_000, H200))), put("two", by_torch)
     (listed, *_) = json.loads(aot("inspect", two, "--choices", "--json").out)["choices"]
     assert (listed["time_us"], listed["torch_us"]) == (3.0, 1.5)
     assert "1.5" in aot("inspect", two, "--choices").out
-    told = json.loads(aot("diff", one, two, "--json").out)["choices"]
-    assert [row["changed"] for row in told] == [["time", "torch"]] * 3
-    assert [told[0][side][field] for side in ("old", "new") for field in ("time_us", "torch")] == [
+    changes = json.loads(aot("diff", first, two, "--json").out)["choices"]
+    assert [row["changed"] for row in changes] == [["time", "torch"]] * 3
+    assert [changes[0][side][field] for side in ("old", "new") for field in ("time_us", "torch")] == [
         2.0,
         False,
         1.5,
         True,
     ]
-    assert aot("diff", one, two, "--choices").out.count("-> torch, else ") == 3
-    told = json.loads(aot("merge", one, two, "-o", "both.msgpack", "--json").out)["conflicts"]
-    assert [(row["kept"]["path"], row["kept"]["torch_us"], row["dropped"]["torch_us"]) for row in told] == [
+    assert aot("diff", first, two, "--choices").out.count("-> torch, else ") == 3
+    changes = json.loads(aot("merge", first, two, "-o", "both.msgpack", "--json").out)["conflicts"]
+    assert [(row["kept"]["path"], row["kept"]["torch_us"], row["dropped"]["torch_us"]) for row in changes] == [
         (two, 1.5, None)
     ] * 3
     assert (
         ": measured 3.00 us, torch 1.50 us on NVIDIA H200"
-        in aot("merge", one, two, "-o", "both.msgpack", "--conflicts").out
+        in aot("merge", first, two, "-o", "both.msgpack", "--conflicts").out
     )
     assert verify("both.msgpack").choices == verify(two).choices
     assert aot("report", "both.msgpack", "-o", "r.html").code == 0
-    found = [cell for cell in reports.cells_of((here / "r.html").read_text()) if cell["state"] == "measured"]
-    assert [(cell["config"], cell["us"], cell["torch"]) for cell in found] == [("torch grouped_mm", 1.5, 1.5)] * 3
-    assert all(cell["second_us"] == 3.0 and cell["second"][0].isdigit() for cell in found)
+    shown_cells = [cell for cell in reports.cells_of((here / "r.html").read_text()) if cell["state"] == "measured"]
+    assert [(cell["config"], cell["us"], cell["torch"]) for cell in shown_cells] == [("torch grouped_mm", 1.5, 1.5)] * 3
+    assert all(cell["second_us"] == 3.0 and cell["second"][0].isdigit() for cell in shown_cells)
 
 
 def test_diff_shows_models_problems_and_variants(aot, put):
-    one = put("one", lambda base: base)
+    first = put("one", lambda base: base)
     two = put("two", lambda base: revised(chosen(base, cells(base, 0, 1_000, None))))
-    out = aot("diff", one, two).out
+    out = aot("diff", first, two).out
     assert out.splitlines()[0].startswith("from A to B: 1 model gone, 1 changed; ")
     assert "-  odd tp=1 ep=1 bf16" in out
     assert "~  small tp=1 ep=1 bf16  4 -> 1 problems" in out
@@ -216,37 +218,37 @@ def test_diff_shows_models_problems_and_variants(aot, put):
 
 
 def test_prune(aot, here, put, small_bundle):
-    one = put("one", lambda base: base)
+    first = put("one", lambda base: base)
     small = "shape:E=8,H=256,I=128,k=2 tokens=1..64 name=small"
-    ended = aot("prune", one, "--models", small, "--ops", "forward", "-o", "small.msgpack")
+    ended = aot("prune", first, "--models", small, "--ops", "forward", "-o", "small.msgpack")
     assert ended.code == 0, ended.err
     assert ended.err == ""
     assert "smaller than one.msgpack" in ended.out
-    told = json.loads(aot("prune", one, "-m", small, "--ops", "forward", "-o", "small.msgpack", "--json").out)
-    assert told["models"] == {"before": 2, "after": 1}
-    assert told["problems"] == {"before": 8, "after": 4}
-    assert told["size_bytes"]["after"] == (here / "small.msgpack").stat().st_size < told["size_bytes"]["before"]
-    assert told["unchanged"] is True
-    assert told["missing"] == []
-    more = aot("prune", one, "-m", small.replace("64", "128"), "--ops", "forward", "-o", "small.msgpack")
+    report = json.loads(aot("prune", first, "-m", small, "--ops", "forward", "-o", "small.msgpack", "--json").out)
+    assert report["models"] == {"before": 2, "after": 1}
+    assert report["problems"] == {"before": 8, "after": 4}
+    assert report["size_bytes"]["after"] == (here / "small.msgpack").stat().st_size < report["size_bytes"]["before"]
+    assert report["unchanged"] is True
+    assert report["missing"] == []
+    more = aot("prune", first, "-m", small.replace("64", "128"), "--ops", "forward", "-o", "small.msgpack")
     assert more.code == 0
     assert "lacks 4 choices of these models" in more.err
-    none = aot("prune", one, "-m", "Qwen/Qwen3-30B-A3B", "-o", "none.msgpack")
+    none = aot("prune", first, "-m", "Qwen/Qwen3-30B-A3B", "-o", "none.msgpack")
     assert (none.code, none.out) == (2, "")
     assert "built for odd, small" in none.err
 
 
 @pytest.mark.parametrize("verb", ["merge", "prune"])
 def test_an_output_that_is_a_link_is_replaced_and_said_to_be(aot, here, put, verb):
-    one = put("one", lambda base: base)
+    first = put("one", lambda base: base)
     rest = (put("two", revised),) if verb == "merge" else ("--models", "shape:E=8,H=256,I=128,k=2 name=small")
-    assert "(unchanged)" not in aot(verb, one, *rest, "-o", "target.msgpack").out
+    assert "(unchanged)" not in aot(verb, first, *rest, "-o", "target.msgpack").out
     (here / "link.msgpack").symlink_to("target.msgpack")
     before = (here / "target.msgpack").read_bytes()
-    assert "(unchanged)" not in aot(verb, one, *rest, "-o", "link.msgpack").out
+    assert "(unchanged)" not in aot(verb, first, *rest, "-o", "link.msgpack").out
     assert not (here / "link.msgpack").is_symlink()
     assert (here / "link.msgpack").read_bytes() == (here / "target.msgpack").read_bytes() == before
-    assert "(unchanged)" in aot(verb, one, *rest, "-o", "link.msgpack").out
+    assert "(unchanged)" in aot(verb, first, *rest, "-o", "link.msgpack").out
 
 
 @pytest.mark.parametrize(("out", "shown"), [("bundles", "bundles"), ("a/b", "a/b"), ("../x", "x"), ("/srv/y", "y")])
@@ -287,6 +289,6 @@ def test_a_file_of_several_is_compared_by_its_own_size(aot, here, put, small_bun
     (here / "one.msgpack.xz").write_bytes(pack(small_bundle.read_bytes()))
     ended = aot("diff", small_bundle, "one.msgpack.xz#sm80", "--json")
     assert ended.code == 0, ended.err
-    told = json.loads(ended.out)
-    assert not told["differ"]
-    assert told["size_bytes"] == [small_bundle.stat().st_size, (here / "one.msgpack.xz").stat().st_size]
+    report = json.loads(ended.out)
+    assert not report["differ"]
+    assert report["size_bytes"] == [small_bundle.stat().st_size, (here / "one.msgpack.xz").stat().st_size]

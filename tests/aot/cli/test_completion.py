@@ -1,4 +1,4 @@
-"""What a shell is told to complete, by the program that it asks."""
+"""Completions that a shell gets from the program."""
 
 from __future__ import annotations
 

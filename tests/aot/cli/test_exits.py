@@ -103,7 +103,7 @@ def test_where_no_message_can_be_written_the_code_tells(unbuffered: str) -> None
 
 @BUFFERING
 def test_an_output_that_ends_within_a_write_is_no_success(tmp_path: Path, unbuffered: str) -> None:
-    """As a disk that fills up: the first bytes are taken, the rest is not."""
+    """A disk fills up: the first bytes are written, the rest is not."""
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); "
     program = f"{limited}import sys; from pretuned.aot.__main__ import main; sys.exit(main())"
@@ -125,7 +125,7 @@ def test_an_output_that_ends_within_a_write_is_no_success(tmp_path: Path, unbuff
     ids=" ".join,
 )
 def test_a_reader_that_has_left(arguments: list[str]) -> None:
-    """As ``aot models | head -1``: no word, and the code that a shell shows for SIGPIPE."""
+    """``aot models | head -1`` prints no error and exits with the code that a shell shows for SIGPIPE."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -155,7 +155,7 @@ def test_a_reader_that_leaves_a_build_has_its_bundle(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", ["ImportError", "RuntimeError"])
 @pytest.mark.parametrize(("module", "verb"), [("torch", "doctor"), ("click", "models")])
 def test_an_interrupt_that_an_import_makes_another_error(module: str, verb: str, error: str, tmp_path: Path) -> None:
-    """As native code does that imports: numpy's, PIL's."""
+    """Native code that imports does so: numpy's and PIL's."""
     (tmp_path / f"{module}.py").write_text(f"""
 import os, signal
 try:

@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from made import H100, PROBLEM, WIDE, measured, write
+from small_bundles import H100, PROBLEM, WIDE, measured, write
 
 from pretuned.aot.plan.targets import parse_gpu
 from pretuned.artifacts.errors import InputError
@@ -42,7 +42,7 @@ def test_a_model_on_an_h100_runs_what_was_measured_there(aot):
 def test_json_has_the_whole_explanation(aot):
     ended = aot("explain", f"{QWEN} tp=2", "--gpu", "h200", "--tokens", "4", "--ops", "forward,dX", "--json")
     gemms = json.loads(ended.out)["gemms"]
-    assert [(one["gemm"], one["problem"]["op"], one["M"]) for one in gemms] == [
+    assert [(gemm["gemm"], gemm["problem"]["op"], gemm["M"]) for gemm in gemms] == [
         ("gate_up", "forward", 32),
         ("down", "forward", 32),
         ("gate_up", "dX", 32),
@@ -57,8 +57,8 @@ def test_json_has_the_whole_explanation(aot):
 def test_it_says_what_the_runtime_s_own_explain_says(aot):
     ended = aot("explain", QWEN, "--gpu", "90", "--tokens", "128", "--json")
     down = json.loads(ended.out)["gemms"][1]
-    told = explain(E=128, N=2048, K=768, M=1024, sm=90).to_dict()
-    assert {name: down[name] for name in told} == told
+    explanation = explain(E=128, N=2048, K=768, M=1024, sm=90).to_dict()
+    assert {name: down[name] for name in explanation} == explanation
 
 
 def test_why_explains_each_row(aot):
@@ -111,8 +111,8 @@ def test_strict_mode_says_that_the_call_raises(aot, monkeypatch):
     ],
 )
 def test_a_gpu_by_name_or_capability(text, name, sm, sm_count):
-    found = parse_gpu(text, lambda: pytest.fail("no GPU here is asked"))
-    assert (found.gpu.name, found.sm, found.gpu.sm_count) == (name, sm, sm_count)
+    gpu = parse_gpu(text, lambda: pytest.fail("no GPU here is asked"))
+    assert (gpu.gpu.name, gpu.sm, gpu.gpu.sm_count) == (name, sm, sm_count)
     with pytest.raises(InputError, match="--gpu"):
         parse_gpu("", lambda: pytest.fail("no GPU here is asked"))
 

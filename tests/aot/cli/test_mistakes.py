@@ -1,4 +1,4 @@
-"""What a new user gets wrong: each ends in one clear message, the right exit code, and nothing written."""
+"""Mistakes of a new user: each ends in one clear message, the right exit code, and nothing written."""
 
 from __future__ import annotations
 

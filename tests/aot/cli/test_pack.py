@@ -37,22 +37,22 @@ def test_a_directory_that_the_runtime_accepts(aot, here, bundle):
     finally:
         os.umask(previous)
     assert ended.code == 0, ended.err
-    told = json.loads(ended.out)
-    made = here / "made" / "bundles"
-    assert stat.S_IMODE(made.stat().st_mode) == 0o755
-    assert stat.S_IMODE((made / bundle).stat().st_mode) == 0o644
+    report = json.loads(ended.out)
+    folder = here / "made" / "bundles"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert stat.S_IMODE((folder / bundle).stat().st_mode) == 0o644
     data = (here / bundle).read_bytes()
-    assert told["bundles"] == [{"file": bundle, "sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}]
-    assert told["targets"] == ["sm_80"]
-    with open_bundle(made / bundle, sha256=told["bundles"][0]["sha256"]) as opened:
+    assert report["bundles"] == [{"file": bundle, "sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}]
+    assert report["targets"] == ["sm_80"]
+    with open_bundle(folder / bundle, sha256=report["bundles"][0]["sha256"]) as opened:
         assert opened.target.sm == 80
 
 
 def test_a_package_has_its_bundles_in_one_order(bundle, here):
     (here / "a-sm80.msgpack").write_bytes((here / bundle).read_bytes())
-    found = contents([bundle, "a-sm80.msgpack", bundle], "Acme.MoE-kernels", "1.0+h100")
-    assert [one.file for one in found.items] == ["a-sm80.msgpack", bundle]
-    assert (found.module, found.targets, tag(found)) == ("acme_moe_kernels", ("sm_80",), "1.0_h100")
+    listed = contents([bundle, "a-sm80.msgpack", bundle], "Acme.MoE-kernels", "1.0+h100")
+    assert [item.file for item in listed.items] == ["a-sm80.msgpack", bundle]
+    assert (listed.module, listed.targets, tag(listed)) == ("acme_moe_kernels", ("sm_80",), "1.0_h100")
 
 
 def test_a_directory_that_the_runtime_would_refuse_is_reported(aot, here, bundle):
@@ -113,8 +113,8 @@ def test_a_place_that_can_not_be_made_is_the_machine_s(aot, here, bundle):
 def another_bundle(small_bundle):
     """The bytes of a bundle that differs from the small one."""
     with open_bundle(small_bundle) as opened:
-        found = opened.load()
-    return codec.encode(found._replace(models=(found.models[0]._replace(name="another"), *found.models[1:])))
+        bundle = opened.load()
+    return codec.encode(bundle._replace(models=(bundle.models[0]._replace(name="another"), *bundle.models[1:])))
 
 
 @pytest.fixture
@@ -160,9 +160,9 @@ def test_pip_installs_it_and_the_runtime_finds_its_bundle(wheel, tmp_path):
     ).stdout.strip()
     here = sysconfig.get_paths()["purelib"]
     (Path(purelib) / "these.pth").write_text(f"import site; site.addsitedir({here!r})\n")
-    told = subprocess.run([python, "-m", "pretuned.runtime"], capture_output=True, text=True, check=False).stdout
-    assert f"{purelib}/acme_moe_kernels (an installed package): 1 bundle" in told, told
-    assert f"{purelib}/acme_moe_kernels/small-sm80.msgpack (sm_80," in told
+    output = subprocess.run([python, "-m", "pretuned.runtime"], capture_output=True, text=True, check=False).stdout
+    assert f"{purelib}/acme_moe_kernels (an installed package): 1 bundle" in output, output
+    assert f"{purelib}/acme_moe_kernels/small-sm80.msgpack (sm_80," in output
     subprocess.run([*pip, "uninstall", "-q", "-y", "acme-moe-kernels"], check=True)
     assert not (Path(purelib) / "acme_moe_kernels").exists()  # RECORD named every file
 
@@ -185,20 +185,20 @@ def blob(layout, digest):
 
 
 def test_the_same_input_gives_the_same_digest(pack, here):
-    one = pack("--oci", "one", "--name", "acme")
+    packed = pack("--oci", "one", "--name", "acme")
     os.utime(here / "small-sm80.msgpack", (0, 0))
-    assert pack("--oci", "two", "--name", "acme")["digest"] == one["digest"]
+    assert pack("--oci", "two", "--name", "acme")["digest"] == packed["digest"]
     for name in sorted(path.relative_to(here / "one") for path in (here / "one").rglob("*") if path.is_file()):
         assert (here / "one" / name).read_bytes() == (here / "two" / name).read_bytes()
-    assert pack("--oci", "two", "--name", "other")["digest"] != one["digest"]
+    assert pack("--oci", "two", "--name", "other")["digest"] != packed["digest"]
 
 
 def test_the_layer_is_root_s_and_nobody_else_can_write_it(pack, here):
     manifest = json.loads(blob(here / "one", pack("--oci", "one")["digest"]).read_bytes())
     (layer,) = manifest["layers"]
     with tarfile.open(blob(here / "one", layer["digest"])) as tar:
-        found = {one.name: (one.mode, one.uid, one.gid, one.mtime, one.isdir()) for one in tar}
-    assert found == {
+        members = {member.name: (member.mode, member.uid, member.gid, member.mtime, member.isdir()) for member in tar}
+    assert members == {
         **dict.fromkeys(("opt", "opt/pretuned", "opt/pretuned/bundles"), (0o755, 0, 0, 0, True)),
         "opt/pretuned/bundles/small-sm80.msgpack": (0o644, 0, 0, 0, False),
     }
@@ -209,9 +209,12 @@ def test_a_layout_keeps_its_other_tags(pack, here):
     second = pack("--oci", "one", "--version", "1.1+h100")
     again = pack("--oci", "one", "--version", "1.0", "--name", "acme")
     index = json.loads((here / "one" / "index.json").read_bytes())
-    found = {one["annotations"]["org.opencontainers.image.ref.name"]: one["digest"] for one in index["manifests"]}
-    assert found == {"1.0": again["digest"], "1.1_h100": second["digest"]}
-    assert first["digest"] not in found.values()
+    images = {
+        manifest["annotations"]["org.opencontainers.image.ref.name"]: manifest["digest"]
+        for manifest in index["manifests"]
+    }
+    assert images == {"1.0": again["digest"], "1.1_h100": second["digest"]}
+    assert first["digest"] not in images.values()
 
 
 @pytest.mark.slow
@@ -222,20 +225,23 @@ def test_skopeo_and_umoci_read_it(pack, here, small_bundle):
     def run(*command):
         return subprocess.run(command, cwd=here, capture_output=True, text=True, check=True).stdout
 
-    told = json.loads(run("skopeo", "inspect", "oci:one:2.0"))
-    assert told["Digest"] == digest
-    assert told["Labels"]["org.opencontainers.image.title"] == "acme"
-    assert told["Labels"]["pretuned.targets"] == "sm_80"
+    report = json.loads(run("skopeo", "inspect", "oci:one:2.0"))
+    assert report["Digest"] == digest
+    assert report["Labels"]["org.opencontainers.image.title"] == "acme"
+    assert report["Labels"]["pretuned.targets"] == "sm_80"
     run("skopeo", "--insecure-policy", "copy", "oci:one:2.0", "oci:copied:2.0")  # as a push: it checks every digest
-    copied, ours = (json.loads(run("skopeo", "inspect", "--config", f"oci:{one}:2.0")) for one in ("copied", "one"))
+    copied, ours = (json.loads(run("skopeo", "inspect", "--config", f"oci:{name}:2.0")) for name in ("copied", "one"))
     assert copied["rootfs"] == ours["rootfs"]  # of the layer as it unpacks: the copy is compressed
     assert "aot pack: small-sm80.msgpack" in run("umoci", "stat", "--image", "one:2.0")
     root = os.geteuid() == 0
     run("umoci", "unpack", *([] if root else ["--rootless"]), "--image", "one:2.0", "unpacked")
-    made = here / "unpacked" / "rootfs" / "opt" / "pretuned" / "bundles" / "small-sm80.msgpack"
-    assert made.read_bytes() == small_bundle.read_bytes()
-    assert [stat.S_IMODE(one.stat().st_mode) for one in (made, *list(made.parents)[:3])] == [0o644, *[0o755] * 3]
-    with open_bundle(made) as opened:  # owners and modes as unpacked are what the runtime accepts
+    unpacked = here / "unpacked" / "rootfs" / "opt" / "pretuned" / "bundles" / "small-sm80.msgpack"
+    assert unpacked.read_bytes() == small_bundle.read_bytes()
+    assert [stat.S_IMODE(parent.stat().st_mode) for parent in (unpacked, *list(unpacked.parents)[:3])] == [
+        0o644,
+        *[0o755] * 3,
+    ]
+    with open_bundle(unpacked) as opened:  # owners and modes as unpacked are what the runtime accepts
         assert opened.target.sm == 80
 
 
@@ -251,7 +257,7 @@ def test_another_file_of_that_name_is_not_overwritten(aot, here, bundle, option,
     ended = aot("pack", bundle, option, "out")
     assert ended.code == 2
     assert f"'{there.relative_to(here)}' is there and is no" in ended.err
-    assert [one.name for one in there.parent.iterdir()] == [there.name]
+    assert [path.name for path in there.parent.iterdir()] == [there.name]
     assert there.read_text() == "notes"
 
 
@@ -262,7 +268,7 @@ def test_a_directory_that_is_made_under_umask_000_is_loaded_from(aot, here, bund
     finally:
         os.umask(old)
     assert (ended.code, ended.err) == (0, "")
-    assert {(here / one).stat().st_mode & 0o777 for one in ("some", "some/where", "some/where/made")} == {0o755}
+    assert {(here / name).stat().st_mode & 0o777 for name in ("some", "some/where", "some/where/made")} == {0o755}
 
 
 def test_others_can_read_a_directory_that_is_made_under_umask_077(aot, here, bundle):
@@ -311,11 +317,11 @@ def test_what_is_no_layout_is_left_as_it_is(aot, here, bundle, mark, listed):
     (here / "image" / "index.json").write_text(listed)
     if mark is not None:
         (here / "image" / "oci-layout").write_text(mark)
-    before = {one: one.read_bytes() for one in (here / "image").iterdir()}
+    before = {path: path.read_bytes() for path in (here / "image").iterdir()}
     ended = aot("pack", bundle, "--oci", "image")
     assert ended.code == 2
     assert "holds something other than an OCI image layout and is left as it is" in ended.err
-    assert {one: one.read_bytes() for one in (here / "image").iterdir()} == before
+    assert {path: path.read_bytes() for path in (here / "image").iterdir()} == before
 
 
 def test_a_layout_keeps_what_others_wrote_into_it(pack, here):
@@ -324,9 +330,9 @@ def test_a_layout_keeps_what_others_wrote_into_it(pack, here):
     nested = {**MANIFEST, "mediaType": "application/vnd.oci.image.index.v1+json", "platform": {"os": "linux"}}
     (here / "one" / "index.json").write_text(index(nested, annotations={"who": "me"}))
     pack("--oci", "one")
-    found = json.loads((here / "one" / "index.json").read_bytes())
-    assert found["manifests"][0] == nested
-    assert found["annotations"] == {"who": "me"}
+    manifest_index = json.loads((here / "one" / "index.json").read_bytes())
+    assert manifest_index["manifests"][0] == nested
+    assert manifest_index["annotations"] == {"who": "me"}
     assert (here / "one" / "oci-layout").read_text() == LAYOUT + "\n"
 
 
@@ -377,7 +383,7 @@ def test_a_signature_of_another_tool_is_left_and_nothing_is_written(aot, here, b
     ended = aot("pack", bundle, "--dir", "out")
     assert ended.code == 2
     assert "is there and is no signature of aot sign" in ended.err
-    assert [one.name for one in (here / "out").iterdir()] == [f"{bundle}.sig"]
+    assert [path.name for path in (here / "out").iterdir()] == [f"{bundle}.sig"]
 
 
 @pytest.mark.slow

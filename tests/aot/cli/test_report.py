@@ -24,7 +24,7 @@ A100 = Gpu("NVIDIA A100-SXM4-80GB", 108, 81920, 12080)
 def journal(here, small_bundle):
     """A journal of one cell of the small bundle; its name."""
     bundle = codec.decode(small_bundle.read_bytes(), str(small_bundle))
-    problem, (choice, *_) = next((one, row) for one, row in bundle.choices.items() if one.N == 256)
+    problem, (choice, *_) = next((product, row) for product, row in bundle.choices.items() if product.N == 256)
     timing = Timing(bundle.variants[choice.variant].cubin_sha256, (5_000, 5_100), 0.001, 20, 0.001)
     path = here / "a100.journal"
     with open_journal(path, Header(80, A100, bundle.kernels)) as opened:
@@ -48,8 +48,8 @@ def test_a_bundle(aot, here, small_bundle):
     text = (here / "report.html").read_text()
     assert text.startswith("<!doctype html>")
     assert "small" in text
-    told = json.loads(aot("report", small_bundle, "--json").out)
-    assert told == {
+    report = json.loads(aot("report", small_bundle, "--json").out)
+    assert report == {
         "path": "report.html",
         "headline": headline,
         "size_bytes": (here / "report.html").stat().st_size,
@@ -74,8 +74,8 @@ def test_a_journal_and_both(aot, here, journal, small_bundle):
     assert aot("report", journal, "-o", "j.html").code == 0
     (config,) = {cell["config"] for cell in cells_of((here / "j.html").read_text())}
     assert config.startswith("cubin ")
-    told = json.loads(aot("report", small_bundle, "--journal", journal, "-o", "j.html", "--json").out)
-    assert (told["cells"], told["modelled"]) == (56, 56)
+    report = json.loads(aot("report", small_bundle, "--journal", journal, "-o", "j.html", "--json").out)
+    assert (report["cells"], report["modelled"]) == (56, 56)
 
 
 def test_damaged_records_are_reported(aot, here, journal):
@@ -89,8 +89,8 @@ def test_damaged_records_are_reported(aot, here, journal):
 
 def test_what_is_missing_of_some_models(aot, here, small_bundle):
     wanted = "shape:E=8,H=256,I=128,k=2 tokens=1..128 name=small"
-    told = json.loads(aot("report", small_bundle, "--models", wanted, "--ops", "forward", "--json").out)
-    assert (told["modelled"], told["missing"]) == (56, 4)
+    report = json.loads(aot("report", small_bundle, "--models", wanted, "--ops", "forward", "--json").out)
+    assert (report["modelled"], report["missing"]) == (56, 4)
 
 
 def test_mistakes(aot, here, journal, small_bundle):
@@ -132,7 +132,7 @@ def test_it_needs_no_matplotlib(here, small_bundle):
 def test_the_shipped_journal_makes_a_page_that_can_be_mailed(aot, here):
     """132,213 cells of an H200 and an H100 are measured; the 32 others are modelled."""
     before = time.process_time()
-    told = json.loads(
+    report = json.loads(
         aot(
             "report",
             ROOT / "artifacts/bundles/catalogue-sm90.msgpack",
@@ -142,5 +142,5 @@ def test_the_shipped_journal_makes_a_page_that_can_be_mailed(aot, here):
         ).out
     )
     assert time.process_time() - before < 90
-    assert told["headline"] == "1.44 x torch over 2,859 cells, worst 0.96, 132,213 measured, 32 modelled, 34 missing."
-    assert told["size_bytes"] < 6_000_000
+    assert report["headline"] == "1.44 x torch over 2,859 cells, worst 0.96, 132,213 measured, 32 modelled, 34 missing."
+    assert report["size_bytes"] < 6_000_000

@@ -214,7 +214,10 @@ def test_each_bundle_of_a_joint_file_is_signed(aot, here, bundle):
     assert signed.code == 0, signed.err
     assert [line.partition(":")[0] for line in signed.out.splitlines()] == [f"{joint}#sm{sm}.sig" for sm in (120, 121)]
     verified = aot("verify", joint, "--key", "release.pem", "--json")
-    assert [one["path"] for one in json.loads(verified.out) if one["signed_by"]] == [f"{joint}#sm120", f"{joint}#sm121"]
+    assert [entry["path"] for entry in json.loads(verified.out) if entry["signed_by"]] == [
+        f"{joint}#sm120",
+        f"{joint}#sm121",
+    ]
     (here / f"{joint}#sm121.sig").write_bytes((here / f"{joint}#sm120.sig").read_bytes())
     assert aot("verify", f"{joint}#sm120", "--key", "release.pem").code == 0
     refused = aot("verify", joint, "--key", "release.pem")

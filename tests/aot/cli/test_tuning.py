@@ -51,11 +51,11 @@ def candidates(aot: Aot, here: Path, cache: Path) -> Path:
 
 
 def write_journal(path: Path, candidates: Path) -> None:
-    """As if a GPU had measured every variant: the later in the bundle, the faster."""
+    """Write a journal in which a GPU measured every variant: the later in the bundle, the faster."""
     with open_bundle(candidates) as bundle, open_journal(path, Header(90, H200, bundle.kernels)) as journal:
         variants = bundle.variants()
         for problem in bundle.problems():
-            able = [(i, one.cubin_sha256) for i, one in enumerate(variants) if serves(one, problem)]
+            able = [(i, variant.cubin_sha256) for i, variant in enumerate(variants) if serves(variant, problem)]
             timings = tuple(Timing(sha, (90_000 - 1000 * i,) * 2, 0.001, 20, 0.001) for i, sha in able)
             for choice in bundle.find(problem):
                 modelled = variants[choice.variant].cubin_sha256
@@ -63,36 +63,36 @@ def write_journal(path: Path, candidates: Path) -> None:
 
 
 def test_compile_for_several_into_one_file(aot: Aot, here: Path, cache: Path) -> None:
-    given = ("compile", "--models", MODEL, "--cache-dir", cache)
-    done = aot(*given, "--sm", "90,80", "-o", "both.msgpack.xz")
+    options = ("compile", "--models", MODEL, "--cache-dir", cache)
+    done = aot(*options, "--sm", "90,80", "-o", "both.msgpack.xz")
     assert done.code == 0, done.err
     assert [f"candidates for sm_{sm}, " in done.out for sm in ("80", "90a")] == [True, True]
     assert "aot measure both.msgpack.xz#smNN" in done.out
     assert "(unchanged)" not in done.out
     for sm in (80, 90):
-        assert aot(*given, "--sm", sm, "-o", f"{sm}.msgpack").code == 0
-        with open_bundle(f"both.msgpack.xz#sm{sm}") as one, open_bundle(f"{sm}.msgpack") as alone:
-            assert one.digest == alone.digest
+        assert aot(*options, "--sm", sm, "-o", f"{sm}.msgpack").code == 0
+        with open_bundle(f"both.msgpack.xz#sm{sm}") as of_both, open_bundle(f"{sm}.msgpack") as alone:
+            assert of_both.digest == alone.digest
     built = aot("build", "--models", MODEL, "--candidates", "both.msgpack.xz#sm90", "--measure", "no", "--out", "out")
     assert built.code == 0, built.err
     assert (here / "out" / "pretuned-sm90.msgpack").exists()
     again = aot("build", "--models", MODEL, "--candidates", "both.msgpack.xz#sm90", "--measure", "no", "--out", "out")
     assert again.code == 0, again.err
-    refused = aot(*given, "--sm", "80", "-o", "both.msgpack.xz#sm80")
+    refused = aot(*options, "--sm", "80", "-o", "both.msgpack.xz#sm80")
     assert refused.code == 2
     assert "names one bundle of several in a file" in refused.err
 
 
 def test_compile_here_build_from_a_journal(aot: Aot, here: Path, candidates: Path, cache: Path) -> None:
     write_journal(here / "h200.journal", candidates)
-    given = ("build", "--models", MODEL, "--journal", "h200.journal")
-    done = aot(*given, "--candidates", "candidates.msgpack", "--out", "given")
+    options = ("build", "--models", MODEL, "--journal", "h200.journal")
+    done = aot(*options, "--candidates", "candidates.msgpack", "--out", "given")
     assert done.code == 0, done.err
     assert "choices were measured on NVIDIA H200" in done.out
-    done = aot(*given, "--sm", "90", "--out", "compiled", "--cache-dir", cache, "--json")
+    done = aot(*options, "--sm", "90", "--out", "compiled", "--cache-dir", cache, "--json")
     assert done.code == 0, done.err
-    (one,) = json.loads(done.out)["bundles"]
-    assert (one["source"], one["gpus"], one["tuned"]) == ("measured", ["NVIDIA H200"], None)
+    (built,) = json.loads(done.out)["bundles"]
+    assert (built["source"], built["gpus"], built["tuned"]) == ("measured", ["NVIDIA H200"], None)
     bundles = [here / place / "pretuned-sm90.msgpack" for place in ("given", "compiled")]
     assert bundles[0].read_bytes() == bundles[1].read_bytes()
     with open_bundle(bundles[0]) as bundle:
@@ -170,9 +170,9 @@ def test_a_journal_that_cannot_serve_is_reported_before_anything_is_compiled(
     aot: Aot, here: Path, candidates: Path
 ) -> None:
     write_journal(here / "h200.journal", candidates)
-    for given, message in (("h200.journal", "measured on sm_90"), ("no.journal", "aot measure writes one")):
+    for journal, message in (("h200.journal", "measured on sm_90"), ("no.journal", "aot measure writes one")):
         with calls_of(build._compile) as compiled:
-            done = aot("build", "--models", MODEL, "--sm", "80", "-J", given, "--measure", "auto")
+            done = aot("build", "--models", MODEL, "--sm", "80", "-J", journal, "--measure", "auto")
         assert (done.code, compiled) == (2, [])
         assert message in done.err
     done = aot("build", "--models", MODEL, "--candidates", "candidates.msgpack", "-J", "no.journal")
@@ -185,8 +185,8 @@ def test_a_journal_that_nobody_named_and_that_cannot_serve_is_not_used(
 ) -> None:
     (here / "out").mkdir()
     write_journal(here / "out" / "pretuned-sm80.journal", candidates)  # as if another build had left it
-    given = ("build", "--models", MODEL, "--sm", "80", "--out", "out", "--cache-dir", cache)
-    done = aot(*given)
+    options = ("build", "--models", MODEL, "--sm", "80", "--out", "out", "--cache-dir", cache)
+    done = aot(*options)
     assert done.code == 0, done.err
     assert "note: not used: " in done.err
     assert "choices are modelled" in done.out
@@ -207,8 +207,8 @@ def test_a_journal_of_other_models_is_reported(aot: Aot, here: Path, candidates:
     other = MODEL.replace("H=256", "H=512")
     done = aot("build", "--models", other, "--sm", "90", "-J", "h200.journal", "--out", "out", "--cache-dir", cache)
     assert done.code == 0, done.err
-    told = "note: journal 'h200.journal': none of the 8 cells measured there is of these models: all is modelled"
-    assert told in done.err
+    message = "note: journal 'h200.journal': none of the 8 cells measured there is of these models: all is modelled"
+    assert message in done.err
     assert "choices are modelled" in done.out
 
 
@@ -278,12 +278,12 @@ def test_a_journal_that_is_named_is_gone_on_with_where_there_is_its_gpu(
 def test_a_journal_of_another_gpu_is_read_where_nothing_must_be_measured(
     monkeypatch: pytest.MonkeyPatch, aot: Aot, here: Path, candidates: Path
 ) -> None:
-    """As on an H100, with an H200's journal."""
+    """An H100 with an H200's journal."""
     write_journal(here / "h200.journal", candidates)
     before = (here / "h200.journal").read_bytes()
 
-    def on_an_h100(executor: None, gpus: None, problems: object, given: Path, journal: Path, **how: object) -> None:
-        with open_bundle(given) as bundle, open_journal(journal, Header(90, H100, bundle.kernels)):
+    def on_an_h100(executor: None, gpus: None, problems: object, path: Path, journal: Path, **how: object) -> None:
+        with open_bundle(path) as bundle, open_journal(journal, Header(90, H100, bundle.kernels)):
             raise AssertionError("it was opened")
 
     monkeypatch.setattr(cli, "native_sm", lambda: 90)
@@ -326,7 +326,7 @@ def test_what_is_no_bundle_is_not_built_over(aot: Aot, here: Path, candidates: P
 
 
 def test_a_build_ends_with_what_is_faster_than_before(aot: Aot, here: Path, candidates: Path) -> None:
-    """As a journal has it: the slowest of each cell ran before, or the fastest."""
+    """The journal says that the slowest variant of each cell ran before, or the fastest."""
     write_journal(here / "h200.journal", candidates)
     contents = read_journal(here / "h200.journal")
     (here / "h200.journal").unlink()
@@ -345,15 +345,15 @@ def test_a_build_ends_with_what_is_faster_than_before(aot: Aot, here: Path, cand
     assert (
         last == f"sm_90a: {cells - 1} cells faster than before by {100 * gain:.1f} % in the mean, 1 as before, 0 slower"
     )
-    (one,) = json.loads(aot(*build, "--json").out)["bundles"]
-    assert one["compared_with_before"] == {
+    (bundle,) = json.loads(aot(*build, "--json").out)["bundles"]
+    assert bundle["compared_with_before"] == {
         "faster": cells - 1,
         "gain": round(gain, 4),
         "as_before": 1,
         "slower": 0,
         "not_compared": 0,
     }
-    assert one["lost"] == ""
+    assert bundle["lost"] == ""
 
 
 def test_next_is_said_for_a_shell(aot: Aot, here: Path, cache: Path) -> None:

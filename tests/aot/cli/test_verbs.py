@@ -41,18 +41,18 @@ def test_help_lists_every_verb(aot):
 
 
 def test_help_lists_verbs_by_what_they_are_for(aot):
-    found = aot("--help").out
-    titles = [found.index(f"\n{title}:\n") for title in ("Build", "Look", "Change", "Check")]
+    output = aot("--help").out
+    titles = [output.index(f"\n{title}:\n") for title in ("Build", "Look", "Change", "Check")]
     assert titles == sorted(titles)
-    assert "..." not in found[titles[0] :]
+    assert "..." not in output[titles[0] :]
     for verb in _VERBS:
         assert aot("help", verb).out == aot(verb, "--help").out
-    assert aot("help").out == found
+    assert aot("help").out == output
     assert aot("help", "nope").code == 2
 
 
 def test_the_options_of_a_build_stand_in_sections(aot):
-    found = aot("build", "--help").out
+    output = aot("build", "--help").out
     for title, option in (
         ("What to build", "--sm"),
         ("Where it goes", "--out"),
@@ -60,7 +60,7 @@ def test_the_options_of_a_build_stand_in_sections(aot):
         ("Compiling", "--workers"),
         ("Output", "--quiet"),
     ):
-        section = found.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
+        section = output.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
         assert option in section, title
     for option in (
         "--models",
@@ -77,17 +77,17 @@ def test_the_options_of_a_build_stand_in_sections(aot):
         "--verbose",
         "--json",
     ):
-        assert option in found
+        assert option in output
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("word", "meant"),
     [("biuld", "build"), ("Inspect", "inspect"), ("veryfy", "verify"), ("hlep", "help"), ("version", "--version")],
 )
-def test_a_misspelt_verb(aot, given, meant):
-    ended = aot(given)
+def test_a_misspelt_verb(aot, word, meant):
+    ended = aot(word)
     assert (ended.code, ended.out) == (2, "")
-    assert f"no command '{given}'; did you mean '{meant}'?" in ended.err
+    assert f"no command '{word}'; did you mean '{meant}'?" in ended.err
     assert "there are build, plan, " in aot("zzz").err
 
 
@@ -125,12 +125,12 @@ def test_version(aot):
 def _keys(value):
     """Every key of a JSON value."""
     if isinstance(value, dict):
-        for key, one in value.items():
+        for key, item in value.items():
             yield key
-            yield from _keys(one)
+            yield from _keys(item)
     elif isinstance(value, list):
-        for one in value:
-            yield from _keys(one)
+        for item in value:
+            yield from _keys(item)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def _keys(value):
     ids=lambda arguments: arguments[0],
 )
 def test_no_key_of_json_has_a_blank(aot, small_bundle, arguments):
-    ended = aot(*(str(small_bundle) if one == "{}" else one for one in arguments), "--json")
+    ended = aot(*(str(small_bundle) if argument == "{}" else argument for argument in arguments), "--json")
     assert ended.code == 0, ended.err
     assert not [key for key in _keys(json.loads(ended.out)) if " " in key]
 
@@ -161,12 +161,14 @@ def test_a_directory_stands_for_its_bundles(aot, here, small_bundle):
     for name in ("b.msgpack", "a.msgpack", ".hidden.msgpack"):
         (here / "bundles" / name).write_bytes(small_bundle.read_bytes())
     (here / "bundles" / "notes.txt").write_text("")
-    told = json.loads(aot("inspect", "bundles", "--json").out)
-    assert [one["path"] for one in told] == ["bundles/a.msgpack", "bundles/b.msgpack"]
+    report = json.loads(aot("inspect", "bundles", "--json").out)
+    assert [entry["path"] for entry in report] == ["bundles/a.msgpack", "bundles/b.msgpack"]
     assert aot("inspect", "bundles/a.msgpack", "bundles/b.msgpack").out.count("bundle    ") == 2
-    assert [line.split()[1] for line in aot("verify", "bundles").out.splitlines()] == [one["path"] for one in told]
+    assert [line.split()[1] for line in aot("verify", "bundles").out.splitlines()] == [
+        entry["path"] for entry in report
+    ]
     packed = json.loads(aot("pack", "bundles", "--dir", "out", "--json").out)
-    assert [one["file"] for one in packed["bundles"]] == ["a.msgpack", "b.msgpack"]
+    assert [bundle["file"] for bundle in packed["bundles"]] == ["a.msgpack", "b.msgpack"]
     ended = aot("report", "bundles")
     assert (ended.code, "'bundles' holds 2 bundles and a report is of one" in ended.err) == (2, True)
     (here / "bundles" / "b.msgpack").unlink()
@@ -204,7 +206,7 @@ def test_next_steps_fit_a_narrow_terminal(aot, here, small_bundle, monkeypatch):
 
 
 def _seen(*arguments, cwd):
-    """What a build shows in a terminal while it works."""
+    """The lines that a build shows in a terminal while it works."""
     main, side = pty.openpty()
     command = [sys.executable, "-m", "pretuned.aot", "build", "--measure", "no", *arguments]
     environment = {**os.environ, "TERM": "xterm", "XDG_CACHE_HOME": str(cwd / "cache")}
@@ -234,17 +236,17 @@ def test_json_alone_says_where_it_belongs(aot):
 
 
 def test_models(aot):
-    every = json.loads(aot("models", "--json").out)
-    assert len(every) > 20
+    models = json.loads(aot("models", "--json").out)
+    assert len(models) > 20
     some = json.loads(aot("models", "--json", "MIXTRAL").out)
-    assert 0 < len(some) < len(every)
+    assert 0 < len(some) < len(models)
     assert {"id", "E", "k", "H", "I"} <= set(some[0])
     (oss, *_) = json.loads(aot("models", "--json", "gpt-oss").out)
     assert oss["layouts"] == ["nk", "kn"]
     assert " nk,kn " in aot("models", "gpt-oss").out
     assert "Qwen/Qwen3-30B-A3B " in aot("models", "qwen3").out
-    (known,) = [line.split() for line in aot("models", "deepseek-r1").out.split("\n") if "DeepSeek-R1 " in line]
-    assert known == ["deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3", "fp8_block"], "a found name is shown"
+    (fields,) = [line.split() for line in aot("models", "deepseek-r1").out.split("\n") if "DeepSeek-R1 " in line]
+    assert fields == ["deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3", "fp8_block"], "a found name is shown"
     assert " bf16,fp8_block,int4_g128 " in aot("models", "qwen3-30b-a3b").out, "formats of all its repositories"
     assert "also" not in aot("models", "jamba").out, "it has no other name"
     nothing = aot("models", "no-such-model")
@@ -263,10 +265,10 @@ def test_plan_shows_the_formats_of_the_weights_and_what_is_built(aot, here):
     assert slow.startswith("with K=360, rows of w begin at odd multiples of 16 bytes")  # of the bf16 weights
     done = aot("plan", "--models", "openai/gpt-oss-20b ops=forward weights=int4_g128_zp", "--sm", "80", "--json")
     assert json.loads(done.out)["weights"][0]["built_in"] == ["int4_g128_zp"]
-    told = aot("plan", "--models", "openai/gpt-oss-20b", "--sm", "90", "--problems")
-    assert re.search(r"^openai/gpt-oss-20b +mxfp4 +mxfp4$", told.out, re.M)
-    assert "openai/gpt-oss-20b: built as published, with mxfp4 weights, forward" in told.err
-    assert "openai/gpt-oss-20b (mxfp4)" in told.out
+    ended = aot("plan", "--models", "openai/gpt-oss-20b", "--sm", "90", "--problems")
+    assert re.search(r"^openai/gpt-oss-20b +mxfp4 +mxfp4$", ended.out, re.M)
+    assert "openai/gpt-oss-20b: built as published, with mxfp4 weights, forward" in ended.err
+    assert "openai/gpt-oss-20b (mxfp4)" in ended.out
     other = aot("plan", "--models", "openai/gpt-oss-20b ops=forward dtype=bf16", "--sm", "90", "--problems")
     assert re.search(r"^openai/gpt-oss-20b +mxfp4 +bf16$", other.out, re.M)
     assert "bf16 is built for openai/gpt-oss-20b; weights=mxfp4 builds the checkpoint's format" in other.err
@@ -286,22 +288,25 @@ def test_plan_shows_what_build_would_do_and_builds_nothing(aot, here):
     assert len(ended.out.splitlines()) < 10, "the answer alone"
     assert ended.out.startswith("for ")
     assert "Nothing was built" in ended.out
-    every = aot("plan", "--models", "Qwen/Qwen3-30B-A3B tp=1,2", "--sm", "80,90", "--problems")
-    assert every.out.startswith(ended.out)
-    assert "Qwen/Qwen3-30B-A3B tp=2 ep=1" in every.out
-    told = json.loads(aot("plan", "--models", "Qwen/Qwen3-30B-A3B tp=1,2", "--sm", "80,90", "--json").out)
-    assert [one["sm"] for one in told["capabilities"]] == [80, 90]
-    assert len(told["problems"]) == 24  # forward 6 a shard, dX 4, dW 2
-    assert {(one["op"], one["fused"]) for one in told["problems"]} == {
+    planned = aot("plan", "--models", "Qwen/Qwen3-30B-A3B tp=1,2", "--sm", "80,90", "--problems")
+    assert planned.out.startswith(ended.out)
+    assert "Qwen/Qwen3-30B-A3B tp=2 ep=1" in planned.out
+    report = json.loads(aot("plan", "--models", "Qwen/Qwen3-30B-A3B tp=1,2", "--sm", "80,90", "--json").out)
+    assert [capability["sm"] for capability in report["capabilities"]] == [80, 90]
+    assert len(report["problems"]) == 24  # forward 6 a shard, dX 4, dW 2
+    assert {(problem["op"], problem["fused"]) for problem in report["problems"]} == {
         *((op, fused) for op in ("forward", "dX") for fused in ("", "gather", "scatter")),
         ("dW", ""),
         ("forward", "silu"),
         ("forward", "gather+silu"),
     }
-    assert [one["problems"] for one in told["capabilities"]] == [20, 24]
+    assert [capability["problems"] for capability in report["capabilities"]] == [20, 24]
     only = json.loads(aot("plan", "-m", "Qwen/Qwen3-30B-A3B", "--sm", "90", "--ops", "forward", "--json").out)
-    assert {one["op"] for one in only["problems"]} == {"forward"}
-    assert all(one["cached"] == one["variants"] == 0 and one["shipped"] > 100 for one in told["capabilities"])
+    assert {problem["op"] for problem in only["problems"]} == {"forward"}
+    assert all(
+        capability["cached"] == capability["variants"] == 0 and capability["shipped"] > 100
+        for capability in report["capabilities"]
+    )
     other = json.loads(aot("plan", "-m", "Qwen/Qwen3-30B-A3B dtype=fp16", "--sm", "90", "--json").out)
     assert other["capabilities"][0]["variants"] > 100
     assert not list(here.iterdir())
@@ -323,8 +328,8 @@ def test_the_whole_way_in_processes(aot_process, here, tmp_path, compiled_models
     assert f"{variants + shipped} of {variants + shipped} variants, {shipped} shipped" in first.err
     again = json.loads(aot_process("build", "--models", "models.txt", "--sm", "80", "--json").out)
     (bundle,) = again["bundles"]
-    told = (bundle["shipped"], bundle["compiled"], bundle["cached"], bundle["unchanged"])
-    assert told == (shipped, 0, variants, True)
+    counts = (bundle["shipped"], bundle["compiled"], bundle["cached"], bundle["unchanged"])
+    assert counts == (shipped, 0, variants, True)
     assert again["seconds"] < 5.0
     inspected = json.loads(aot_process("inspect", bundle["path"], "--json", "--choices").out)
     with open_bundle(here / bundle["path"]) as opened:
@@ -341,9 +346,9 @@ def test_inspect_as_a_table(aot, small_bundle):
     assert ended.code == 0
     for word in ("sm_80", "rows", "small", "16x32x64 w4 s2", "modelled"):
         assert word in ended.out
-    told = json.loads(aot("inspect", small_bundle, "--json").out)
-    assert told["launch_abi"] == str(LAUNCH_ABI)
-    assert {one["abi"] for one in told["variants"]} == {LAUNCH_ABI}
+    report = json.loads(aot("inspect", small_bundle, "--json").out)
+    assert report["launch_abi"] == str(LAUNCH_ABI)
+    assert {variant["abi"] for variant in report["variants"]} == {LAUNCH_ABI}
 
 
 @pytest.mark.parametrize("columns", ["", "40", "80", "120"])
@@ -375,8 +380,8 @@ def test_verify_tells_each_file(aot, here, small_bundle):
     assert ended.code == 2
     assert ended.out.startswith("ok  ")
     assert ended.err.startswith("error: bundle 'flipped.msgpack'")
-    told = json.loads(aot("verify", small_bundle, "flipped.msgpack", "--json").out)
-    assert [one["ok"] for one in told] == [True, False]
+    report = json.loads(aot("verify", small_bundle, "flipped.msgpack", "--json").out)
+    assert [entry["ok"] for entry in report] == [True, False]
 
 
 def test_verify_with_a_pin(aot, here, small_bundle):
@@ -390,9 +395,9 @@ def test_verify_with_a_pin(aot, here, small_bundle):
 @pytest.mark.slow  # processes that import torch
 def test_doctor(aot_process):
     ended = aot_process("doctor", "--json", PRETUNED_BUNDLES="")
-    told = json.loads(ended.out)
-    assert ended.code == (0 if told["runtime"]["ok"] else 1)
-    assert told["builder"]["triton"] == toolchain().triton
+    report = json.loads(ended.out)
+    assert ended.code == (0 if report["runtime"]["ok"] else 1)
+    assert report["builder"]["triton"] == toolchain().triton
     assert "compile cache" in aot_process("doctor").out
 
 
@@ -410,7 +415,7 @@ def test_doctor_without_numpy_warns_of_nothing(words: list[str], here):
 
 
 def test_no_home_directory_is_no_error(here):
-    """As uid 12345, which no passwd file knows."""
+    """The process runs as uid 12345, which no passwd file lists."""
     done = subprocess.run(
         ["unshare", "--map-user=12345", "--map-group=12345", sys.executable, "-m", "pretuned.aot", "--version"],
         cwd=here,
@@ -427,9 +432,9 @@ def test_no_home_directory_is_no_error(here):
 def test_the_counts_of_candidates_add_up(aot, here, compiled_dir):
     """One cubin may be several candidates: builds of them count it once, as compiling does."""
     done = aot("compile", "--models", MODEL, "--sm", "90", "-o", "c.msgpack", "--cache-dir", compiled_dir)
-    told = re.search(r"of (\d+) cubins \((\d+) compiled now and (\d+) cached, (\d+) of these pruned; (\d+)", done.out)
-    assert told is not None, done.out
-    cubins, now, cached, pruned, _ = map(int, told.groups())
+    match = re.search(r"of (\d+) cubins \((\d+) compiled now and (\d+) cached, (\d+) of these pruned; (\d+)", done.out)
+    assert match is not None, done.out
+    cubins, now, cached, pruned, _ = map(int, match.groups())
     assert cubins == now + cached - pruned
     done = aot("build", "--models", MODEL, "--sm", "90", "--candidates", "c.msgpack", "--json")
     (built,) = json.loads(done.out)["bundles"]

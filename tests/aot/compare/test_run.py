@@ -46,8 +46,8 @@ def bench(tmp_path, monkeypatch, capsys):
 
     def command(*arguments, device="cpu"):
         code = run(["bench", "--device", device, "--budget-ms", "1", *map(str, arguments)])
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        output = capsys.readouterr()
+        return code, output.out, output.err
 
     return command
 
@@ -56,23 +56,23 @@ def bench(tmp_path, monkeypatch, capsys):
 def test_times_of_all_that_is_here_and_a_plot(bench, tmp_path):
     code, out, err = bench("--models", EVEN, "--tokens", "1,1024", "--plot", "b.png", "--json")
     assert code == 0, err
-    told = json.loads(out)
-    assert told["device"] == "CPU"
-    assert [(one["gemm"], one["op"], one["tokens"]) for one in told["cells"]] == [
+    report = json.loads(out)
+    assert report["device"] == "CPU"
+    assert [(cell["gemm"], cell["op"], cell["tokens"]) for cell in report["cells"]] == [
         ("gate_up", "forward", 1),
         ("down", "forward", 1),
         *((gemm, op, 1024) for gemm in ("gate_up", "down") for op in ("forward", "dX", "dW")),
     ]
     torch = TORCH.replace(" ", "_")  # no key has a blank
-    for one in told["cells"]:
-        assert set(one["us"]) == {OURS, torch, LOOP.replace(" ", "_")} == set(one["error"])
-        assert all(us > 0 for us in one["us"].values())
-        assert max(one["error"].values()) < 1e-2
-        assert one["ratio"][torch] == pytest.approx(one["us"][torch] / one["us"][OURS])
-        assert one["tflops"] == pytest.approx(2e-6 * one["M"] * one["N"] * one["K"] / one["us"][OURS])
-        assert one["runs"] == "reference"
-    assert [line.split(" x ")[1].split(" over ")[0] for line in told["headlines"]] == [TORCH, LOOP]
-    assert all("over 8 cells" in line for line in told["headlines"])
+    for cell in report["cells"]:
+        assert set(cell["us"]) == {OURS, torch, LOOP.replace(" ", "_")} == set(cell["error"])
+        assert all(us > 0 for us in cell["us"].values())
+        assert max(cell["error"].values()) < 1e-2
+        assert cell["ratio"][torch] == pytest.approx(cell["us"][torch] / cell["us"][OURS])
+        assert cell["tflops"] == pytest.approx(2e-6 * cell["M"] * cell["N"] * cell["K"] / cell["us"][OURS])
+        assert cell["runs"] == "reference"
+    assert [line.split(" x ")[1].split(" over ")[0] for line in report["headlines"]] == [TORCH, LOOP]
+    assert all("over 8 cells" in line for line in report["headlines"])
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -124,7 +124,7 @@ def test_without_a_gpu_it_says_what_to_do(bench):
     assert len(err.splitlines()) == 1
 
 
-def made(sizes=(3, 0, 130, 1), N=6, K=5, op="forward"):
+def peer_inputs(sizes=(3, 0, 130, 1), N=6, K=5, op="forward"):
     m_sizes = torch.tensor(sizes, dtype=torch.int32)
     M = sum(sizes)
     dy = None if op == "forward" else activations(M, N, torch.bfloat16, CPU)
@@ -135,7 +135,7 @@ def made(sizes=(3, 0, 130, 1), N=6, K=5, op="forward"):
 def test_the_loop_over_experts_is_right(op):
     clock, inputs = (
         HostClock(),
-        made(op=op),
+        peer_inputs(op=op),
     )  # its second expert has no rows: dw is zero there, whatever lay there before
     assert replayed_error(clock, capture_call(clock, matmul_loop(op, inputs)), inputs, op) < 1e-2
 
@@ -144,16 +144,16 @@ def test_libraries_that_are_wrong_or_fail_are_left_out():
     (shard,) = load_models([EVEN]).shapes
     (gemm, _) = shard.gemms()
 
-    def fails(one: PeerProduct) -> PreparedCall:
+    def fails(product: PeerProduct) -> PreparedCall:
         raise RuntimeError("no such\nconfig")
 
-    def refuses(one: PeerProduct) -> PreparedCall:
+    def refuses(product: PeerProduct) -> PreparedCall:
         raise NoCall("never of this kind")
 
-    def wrong(one: PeerProduct) -> PreparedCall:
-        return PreparedCall(lambda: 1.5 * matmul_loop(one.op, one.inputs)())
+    def wrong(product: PeerProduct) -> PreparedCall:
+        return PreparedCall(lambda: 1.5 * matmul_loop(product.op, product.inputs)())
 
-    here = (*find_libraries(CPU).here, *(Library(made.__name__, "", made) for made in (fails, refuses, wrong)))
+    here = (*find_libraries(CPU).here, *(Library(prepare.__name__, "", prepare) for prepare in (fails, refuses, wrong)))
     bench = _Compared(Libraries(here, {}), CPU, 1.0, gemm.E * gemm.N * gemm.K)
     (cell,) = bench.all([(shard, gemm, Op.FORWARD, 16)])
     assert set(cell.us) == {OURS, TORCH, LOOP}
@@ -164,10 +164,10 @@ def test_libraries_that_are_wrong_or_fail_are_left_out():
 
 
 def test_what_a_replay_does_not_write_is_an_error():
-    clock, inputs = HostClock(), made()
+    clock, inputs = HostClock(), peer_inputs()
     results = [matmul_loop("forward", inputs)()] * 2
-    one = capture_call(clock, lambda: results[0])
-    assert not replayed_error(clock, one, inputs, "forward") < 1e-2  # NaN was written over it, and stayed
+    call = capture_call(clock, lambda: results[0])
+    assert not replayed_error(clock, call, inputs, "forward") < 1e-2  # NaN was written over it, and stayed
 
 
 def test_deepgemms_rows_are_padded_and_found_again():
@@ -178,7 +178,7 @@ def test_deepgemms_rows_are_padded_and_found_again():
             (expert,) = set(experts[begin : begin + 128].tolist())
             y[begin : begin + 128] = x[begin : begin + 128] @ w[expert].T
 
-    inputs = made()
+    inputs = peer_inputs()
     padded = _deepgemm_call(
         SimpleNamespace(m_grouped_bf16_gemm_nt_contiguous=product), PeerProduct("forward", inputs, 3, 2, 64)
     )
@@ -234,11 +234,11 @@ def test_vllms_rows_stand_in_blocks_of_their_expert(sizes):
                 if row < len(A):
                     C[row, 0] = A[row] @ B[expert].T
 
-    inputs = made(sizes)
+    inputs = peer_inputs(sizes)
     module = SimpleNamespace(try_get_optimal_moe_config=config, invoke_fused_moe_triton_kernel=invoke)
     clock = HostClock()
-    one = _vllm_call(module, align, None, PeerProduct("forward", inputs, 3, 2, 64))
-    assert replayed_error(clock, capture_call(clock, one.call), inputs, "forward", one.at) < 1e-2
+    call = _vllm_call(module, align, None, PeerProduct("forward", inputs, 3, 2, 64))
+    assert replayed_error(clock, capture_call(clock, call.call), inputs, "forward", call.at) < 1e-2
     assert asked == [((len(sizes), 6, 5), (len(sizes), 5, 3), 2, None, 64)]
     with pytest.raises(NoCall, match="gradients"):
         _vllm_call(module, align, None, PeerProduct("dX", inputs, 3, 2, 64))

@@ -153,7 +153,7 @@ def test_runs_that_begin_at_once_never_sweep_each_other(scratch_place: Path) -> 
 
 
 def _gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has waited for counts as ended."""
+    """Return True if a process has ended; a process that nobody has waited for counts as ended."""
     for _ in range(100):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -173,8 +173,8 @@ def test_an_interrupt_while_the_folder_is_made_leaves_none(
     owner = {"mkdir": Path, "open": os, "flock": fcntl}[when]
     done = getattr(owner, when)
 
-    def interrupted(*given: Any, **how: Any) -> None:
-        done(*given, **how)
+    def interrupted(*args: Any, **how: Any) -> None:
+        done(*args, **how)
         monkeypatch.undo()
         raise KeyboardInterrupt  # as a signal's handler would, right after it
 

@@ -44,10 +44,10 @@ STORE = "\tcp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%rd1, {%r1, %r
 
 
 def test_every_store_of_dw_gets_the_hint_and_no_load() -> None:
-    load, one, other, end = written(LOAD.format(rank=3) + STORE * 2).split("\n")
+    load, first, other, end = written(LOAD.format(rank=3) + STORE * 2).split("\n")
     assert load + "\n" == LOAD.format(rank=3)
-    assert one == other
-    assert ".bulk_group.L2::cache_hint [%rd1, {%r1, %r2, %r3}], [%r4], 0x12f0000000000000;" in one
+    assert first == other
+    assert ".bulk_group.L2::cache_hint [%rd1, {%r1, %r2, %r3}], [%r4], 0x12f0000000000000;" in first
     assert not end
     with pytest.raises(ValueError, match="0 TMA stores of dw"):
         written(LOAD.format(rank=3))
@@ -134,16 +134,16 @@ FURTHER = "\tshr.u32 %r6, %r5, 4; // products of what is so much further: %r6\n"
 
 
 def further(ptx: str, register: str) -> str:
-    """The same, with each product's right operand, %rd2, so much further."""
+    """Return PTX in which each product's right operand, %rd2, is moved by a register."""
     there = f"{{\n\t.reg .b64 right;\n\tcvt.u64.u32 right, {register};\n\tadd.s64 right, right, %rd2;\n\twgmma"
     return ptx.replace("wgmma", there).replace("%rd1, %rd2,", "%rd1, right,").replace(", 1;\n", ", 1;\n\t}\n")
 
 
 def test_products_are_moved_to_where_the_comment_before_them_says() -> None:
-    one, other = product(256) + product(256, 129), product(256, 257)
-    ptx = f"head;\n{FURTHER}{one}$L__BB0_1:\nmiddle;\n{FURTHER.replace('%r6', '%r16')}\tadd;\n{other}end;\n"
+    first, other = product(256) + product(256, 129), product(256, 257)
+    ptx = f"head;\n{FURTHER}{first}$L__BB0_1:\nmiddle;\n{FURTHER.replace('%r6', '%r16')}\tadd;\n{other}end;\n"
     cut_one, cut_other = product(192) + product(192, 129), product(192, 257)
-    assert cut(ptx) == ptx.replace(one, further(cut_one, "%r6")).replace(other, further(cut_other, "%r16"))
+    assert cut(ptx) == ptx.replace(first, further(cut_one, "%r6")).replace(other, further(cut_other, "%r16"))
 
 
 def test_a_product_of_which_nothing_is_said_is_an_error_where_something_is_said_of_others() -> None:
@@ -163,36 +163,38 @@ LOOP = (
 
 def test_a_loop_of_products_is_there_once_for_each_number_of_rows() -> None:
     ptx = "head;\n" + LOOP + "after;\n" + LOOP.replace("BB0_7", "BB0_9").replace("%r7", "%r17") + "end;\n"
-    told = fit(ptx)
+    fitted = fit(ptx)
     for name, register in (("$L__BB0_7", "%r7"), ("$L__BB0_9", "%r17")):
         for times in (1, 2, 3):
-            start = told.index(f"{name}_{times}:\n")
-            copy = told[start : told.index("bra.uni", start)]
+            start = fitted.index(f"{name}_{times}:\n")
+            copy = fitted[start : fitted.index("bra.uni", start)]
             assert product(16 * times) in copy
             assert copy.count("wgmma") == 1
             assert copy.endswith(f"@%p3 bra \t{name}_{times};\n\t"), "it goes on with itself"
         for times in (1, 2):
-            assert f"setp.eq.s32 fits, {register}, {times};\n\t@fits bra {name}_{times};\n" in told
-        assert told.count(f"bra.uni {name}_end;") == 3
-        assert told.index(f"{name}_3:") < min(told.index(f"{name}_2:"), told.index(f"{name}_1:")), "what is left is all"
-    assert told.startswith("head;\n$L__BB0_7:\n")
-    assert "$L__BB0_7_end:\nafter;\n" in told
-    assert told.endswith("end;\n")
+            assert f"setp.eq.s32 fits, {register}, {times};\n\t@fits bra {name}_{times};\n" in fitted
+        assert fitted.count(f"bra.uni {name}_end;") == 3
+        assert fitted.index(f"{name}_3:") < min(fitted.index(f"{name}_2:"), fitted.index(f"{name}_1:")), (
+            "what is left is all"
+        )
+    assert fitted.startswith("head;\n$L__BB0_7:\n")
+    assert "$L__BB0_7_end:\nafter;\n" in fitted
+    assert fitted.endswith("end;\n")
 
 
 def test_a_loop_of_moved_products_is_there_once_for_each_number_of_rows() -> None:
-    told = fit(LOOP.replace(SAID, SAID + FURTHER))
+    fitted = fit(LOOP.replace(SAID, SAID + FURTHER))
     for times in (1, 2, 3):
-        start = told.index(f"$L__BB0_7_{times}:\n")
-        copy = told[start : told.index("bra.uni", start)]
+        start = fitted.index(f"$L__BB0_7_{times}:\n")
+        copy = fitted[start : fitted.index("bra.uni", start)]
         assert FURTHER + further(product(16 * times), "%r6") in copy
 
 
 @pytest.mark.parametrize("columns", [48, 64, 128])
 def test_products_may_be_written_of_fewer_columns(columns: int) -> None:
-    told = fit(LOOP.replace(product(256), product(columns)))
-    assert [told.count(f"m64n{one}k16") for one in (16, 32, 48)] == [1, 1, 1]
-    assert told.count("wgmma") == 3
+    fitted = fit(LOOP.replace(product(256), product(columns)))
+    assert [fitted.count(f"m64n{width}k16") for width in (16, 32, 48)] == [1, 1, 1]
+    assert fitted.count("wgmma") == 3
 
 
 @pytest.mark.parametrize(

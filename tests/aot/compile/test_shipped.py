@@ -63,7 +63,7 @@ def no_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pressed(bundle: Bundle) -> bytes:
-    """As ``pack`` presses it, but quickly."""
+    """Return a bundle compressed like ``pack`` does, but quickly."""
     return lzma.compress(encode(bundle), preset=0)
 
 
@@ -76,31 +76,33 @@ def installed(folder: Path, bundle: Bundle | bytes) -> list[Place]:
 def test_what_was_compiled_of_these_sources_is_taken(
     tmp_path: Path, bundle: Bundle, wanted: list[Spec | RowOpSpec]
 ) -> None:
-    found = Shipped.found(80, installed(tmp_path, bundle))
-    assert len(found) == len({made_of(one) for one in bundle.variants})
+    shipped = Shipped.in_packages(80, installed(tmp_path, bundle))
+    assert len(shipped) == len({made_of(variant) for variant in bundle.variants})
     taken = 0
     for spec in wanted:
-        one = found.get(spec, 80)
-        if one is not None:
+        code = shipped.get(spec, 80)
+        if code is not None:
             taken += 1
-            assert made_of(one.variant) == asked_for(spec)
-            assert bundle.cubins[bundle.variants.index(one.variant)] == one.cubin
-            assert one.maker is not None
-            assert (one.maker.producer, one.maker.min_driver) == (bundle.producer, bundle.min_driver)
-        assert found.get(spec, 86) is None
+            assert made_of(code.variant) == asked_for(spec)
+            assert bundle.cubins[bundle.variants.index(code.variant)] == code.cubin
+            assert code.maker is not None
+            assert (code.maker.producer, code.maker.min_driver) == (bundle.producer, bundle.min_driver)
+        assert shipped.get(spec, 86) is None
     assert 10 < taken < len(wanted)
-    assert not found.trouble
-    assert not Shipped.found(86, [Place(Kind.INSTALLED, tmp_path)])
+    assert not shipped.trouble
+    assert not Shipped.in_packages(86, [Place(Kind.INSTALLED, tmp_path)])
 
 
 def test_what_was_compiled_of_other_sources_is_not(
     tmp_path: Path, bundle: Bundle, wanted: list[Spec | RowOpSpec]
 ) -> None:
-    kernels = tuple(one._replace(source_sha256=bytes(32)) if one.name == "rows" else one for one in bundle.kernels)
-    found = Shipped.found(80, installed(tmp_path, bundle._replace(kernels=kernels)))
-    others = [one for one in bundle.variants if one.kernel != "rows"]
-    assert 0 < len(found) == len({made_of(one) for one in others})
-    taken = [one.variant.kernel for one in (found.get(spec, 80) for spec in wanted) if one is not None]
+    kernels = tuple(
+        kernel._replace(source_sha256=bytes(32)) if kernel.name == "rows" else kernel for kernel in bundle.kernels
+    )
+    shipped = Shipped.in_packages(80, installed(tmp_path, bundle._replace(kernels=kernels)))
+    others = [variant for variant in bundle.variants if variant.kernel != "rows"]
+    assert 0 < len(shipped) == len({made_of(other) for other in others})
+    taken = [code.variant.kernel for code in (shipped.get(spec, 80) for spec in wanted) if code is not None]
     assert "combine" in taken
     assert "rows" not in taken
 
@@ -110,11 +112,11 @@ def test_what_is_no_code_for_the_capability_is_not(
 ) -> None:
     path = BUNDLES / "catalogue-sm86.msgpack"
     other = decode(path.read_bytes(), str(path))._replace(target=bundle.target)
-    found = Shipped.found(80, installed(tmp_path, other))
-    assert len(found) > 10
-    assert not any(found.get(one, 80) for one in wanted)
-    assert "candidates-sm80.msgpack.xz" in found.trouble[0]
-    assert "code for sm_86, the bundle says sm_80" in found.trouble[0]
+    shipped = Shipped.in_packages(80, installed(tmp_path, other))
+    assert len(shipped) > 10
+    assert not any(shipped.get(spec, 80) for spec in wanted)
+    assert "candidates-sm80.msgpack.xz" in shipped.trouble[0]
+    assert "code for sm_86, the bundle says sm_80" in shipped.trouble[0]
 
 
 @pytest.mark.parametrize("damage", ["cut", "writable"])
@@ -123,10 +125,10 @@ def test_a_file_that_can_not_be_used_is_reported(tmp_path: Path, bundle: Bundle,
     places = installed(tmp_path, data[:-100] if damage == "cut" else data)
     if damage == "writable":
         (tmp_path / candidates_name(80)).chmod(0o666)
-    found = Shipped.found(80, places)
-    assert not found
-    assert len(found.trouble) == 1
-    assert "candidates-sm80.msgpack.xz" in found.trouble[0]
+    shipped = Shipped.in_packages(80, places)
+    assert not shipped
+    assert len(shipped.trouble) == 1
+    assert "candidates-sm80.msgpack.xz" in shipped.trouble[0]
 
 
 def test_where_none_ships() -> None:
@@ -140,7 +142,7 @@ def test_where_none_ships() -> None:
 def test_a_build_where_nothing_compiles(tmp_path: Path, bundle: Bundle, layer: BuildPlan) -> None:
     places = installed(tmp_path, bundle)
     notes: list[str] = []
-    options = BuildOptions(tmp_path / "out", shipped=lambda sm: Shipped.found(sm, places))
+    options = BuildOptions(tmp_path / "out", shipped=lambda sm: Shipped.in_packages(sm, places))
     (built,) = build(layer, (80,), options, Observers(on_note=notes.append)).bundles
     assert (built.compiled, built.cached) == (0, 0)
     assert built.shipped > 10
@@ -148,9 +150,11 @@ def test_a_build_where_nothing_compiles(tmp_path: Path, bundle: Bundle, layer: B
     assert "Triton is not installed" in built.lost
     assert len(notes) == 1
     assert "nothing is compiled: Triton is not installed" in notes[0]
-    made = decode(built.path.read_bytes(), "it")
-    assert made.producer == bundle.producer
-    assert {one.cubin_sha256 for one in made.variants} <= {one.cubin_sha256 for one in bundle.variants}
+    decoded = decode(built.path.read_bytes(), "it")
+    assert decoded.producer == bundle.producer
+    assert {variant.cubin_sha256 for variant in decoded.variants} <= {
+        variant.cubin_sha256 for variant in bundle.variants
+    }
 
 
 @pytest.mark.usefixtures("no_triton")
@@ -164,22 +168,22 @@ def test_a_build_where_nothing_compiles_and_nothing_ships(tmp_path: Path, layer:
 @pytest.mark.usefixtures("no_triton")
 def test_what_takes_too_much_is_pruned_without_a_compiler(tmp_path: Path, layer: BuildPlan) -> None:
     """The candidates in the wheel have it, so that nobody compiles it to know."""
-    (built,) = build(layer, (120,), BuildOptions(tmp_path / "out", shipped=Shipped.found)).bundles
+    (built,) = build(layer, (120,), BuildOptions(tmp_path / "out", shipped=Shipped.in_packages)).bundles
     assert (built.compiled, built.cached, built.failed, built.lost) == (0, 0, 0, "")
     assert 0 < built.pruned < built.shipped
     candidates = BUNDLES / f"{candidates_name(120, 121)}#sm120"
     with open_bundle(candidates) as bundle:
-        every, problems = tuple(bundle.variants()), tuple(bundle.problems())
-        named = {every[choice.variant] for problem in problems for choice in bundle.find(problem)}
-    assert verify(str(candidates)).variants == len(every)
-    able = {one.variant for one in read_candidates(candidates).compiled}
-    assert able < {*every}
+        variants, problems = tuple(bundle.variants()), tuple(bundle.problems())
+        named = {variants[choice.variant] for problem in problems for choice in bundle.find(problem)}
+    assert verify(str(candidates)).variants == len(variants)
+    able = {candidate.variant for candidate in read_candidates(candidates).compiled}
+    assert able < {*variants}
     assert named <= able
-    assert {one for one in every if rejection(one, arch_of(120)) is None} == able
+    assert {variant for variant in variants if rejection(variant, arch_of(120)) is None} == able
 
 
 @pytest.mark.usefixtures("no_triton")
 def test_a_problem_that_no_shipped_code_is_for(tmp_path: Path) -> None:
     many = plan(load_models(["shape:E=1024,H=256,I=128,k=2 tokens=1..64"], (Op.DW,)).shapes)
     with pytest.raises(CompileError, match=r"(?s)not one variant of dW bf16 can be used for E=1024\..*not installed"):
-        build(many, (90,), BuildOptions(tmp_path / "out", shipped=Shipped.found))
+        build(many, (90,), BuildOptions(tmp_path / "out", shipped=Shipped.in_packages))

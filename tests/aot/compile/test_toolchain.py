@@ -91,7 +91,7 @@ def test_all_kernels(installed: Callable[[str], None], version: str) -> None:
 
 @pytest.mark.parametrize(("version", "last"), [("3.6.0", 90), ("3.7.1", 90), ("3.8.0", 90), ("3.9.0", 89)])
 def test_which_assembler_makes_a_capabilitys_code(installed: Callable[[str], None], version: str, last: int) -> None:
-    """What a driver must be to load it depends on that."""
+    """The driver version that a cubin needs depends on its assembler."""
     installed(version)
     tools = toolchain.toolchain()
     assert max(tools.first) == last

@@ -50,8 +50,8 @@ def test_what_each_pointer_of_a_kernel_points_at_is_said() -> None:
             wanted = "*u8" if name in ("codes", "x_codes", "column_codes") else wanted
             wanted = "*fp32" if name in scales else wanted
             wanted = of_weights.get(name, wanted)
-            found = triton._triton_type(name, kind, RowOpSpec(op, DType.BF16), {})
-            assert found == (wanted if kind == "ptr" else kind), (op, name)
+            text = triton._triton_type(name, kind, RowOpSpec(op, DType.BF16), {})
+            assert text == (wanted if kind == "ptr" else kind), (op, name)
 
 
 DIGEST = """
@@ -89,11 +89,11 @@ def test_what_a_debugger_sets_for_triton_changes_no_code(name: str, value: str, 
 
 
 class Wrapped(Exception):
-    """As Triton's and MLIR's own errors, which say nothing of what they wrap."""
+    """An error that wraps another without its text, like Triton's and MLIR's own."""
 
 
 def failing(text: str, cause: BaseException | None) -> Any:
-    def compile_(*given: object, **how: object) -> None:
+    def compile_(*args: object, **how: object) -> None:
         os.write(2, text.encode())
         raise Wrapped("no code") from cause
 
@@ -136,7 +136,7 @@ def test_no_digest_of_triton_is_made_nor_wanted(monkeypatch: pytest.MonkeyPatch)
         pytest.fail("it read all of Triton")
 
     monkeypatch.setattr(cache, "triton_key", asked)
-    made = triton.compile_variant(spec, 80)
+    compiled = triton.compile_variant(spec, 80)
     assert cache.triton_key is asked
     monkeypatch.delattr(cache, "triton_key")
-    assert triton.compile_variant(spec, 80) == made
+    assert triton.compile_variant(spec, 80) == compiled

@@ -72,7 +72,7 @@ def test_entries_of_earlier_revisions_go() -> None:
 
 
 def test_entries_of_a_later_revision_stay() -> None:
-    later = max(one.revision for one in ENTRIES.values()) + 1
+    later = max(entry.revision for entry in ENTRIES.values()) + 1
     old = tuner.joined(fakemeasure.bundle(planned(8), revision=later), None)
     assert problems(tuner.joined(fakemeasure.bundle(planned(16)), old)) == {8, 16}
 
@@ -92,8 +92,8 @@ def test_the_oldest_entries_go_where_the_file_grows_too_large() -> None:
     sizes = []
     for E in range(8, 24):
         config = Config(16 << E % 4, 16 << E // 4 % 4, 64, 4, 3, loads=Loads.TMA)
-        made = fakemeasure.bundle(planned(E), config=config, code_bytes=32 << 10)
-        held = tuner.joined(made, held, max_bytes=4 << 20)
+        bundle = fakemeasure.bundle(planned(E), config=config, code_bytes=32 << 10)
+        held = tuner.joined(bundle, held, max_bytes=4 << 20)
         sizes.append(len(codec.encode(held)))
     assert held is not None
     assert max(sizes) <= 4 << 20
@@ -114,12 +114,12 @@ def test_each_kind_of_gpu_has_its_file(tmp_path: Path) -> None:
 def test_a_damaged_file_is_begun_anew(tmp_path: Path) -> None:
     path = tuner.add(tmp_path, H200, fakemeasure.bundle(planned(8)))
     path.write_bytes(path.read_bytes()[:-1])
-    told: list[str] = []
-    tuner.add(tmp_path, H200, fakemeasure.bundle(planned(16)), note=told.append)
+    messages: list[str] = []
+    tuner.add(tmp_path, H200, fakemeasure.bundle(planned(16)), note=messages.append)
     with open_bundle(path) as file:
         assert problems(file.load()) == {16}
-    assert len(told) == 1
-    assert "can't be kept" in told[0]
+    assert len(messages) == 1
+    assert "can't be kept" in messages[0]
 
 
 @pytest.mark.parametrize("how", ["untrusted", "unreadable"])
@@ -147,11 +147,11 @@ def test_a_file_that_may_be_as_good_as_ever_is_left_alone(
 
 def test_other_sources_under_one_revision_are_dropped() -> None:
     old = tuner.joined(fakemeasure.bundle(planned(8)), None)
-    changed = tuple(one._replace(source_sha256=bytes(32)) for one in old.kernels)
-    told: list[str] = []
-    new = tuner.joined(fakemeasure.bundle(planned(16)), old._replace(kernels=changed), told.append)
+    changed = tuple(kernel._replace(source_sha256=bytes(32)) for kernel in old.kernels)
+    messages: list[str] = []
+    new = tuner.joined(fakemeasure.bundle(planned(16)), old._replace(kernels=changed), messages.append)
     assert problems(new) == {16}
-    assert "changed sources" in told[0]
+    assert "changed sources" in messages[0]
 
 
 def test_files_that_nothing_reads_any_more_are_removed(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_clear_removes_this_versions_files_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.msgpack").write_bytes(b"")
     tuner.clear(tmp_path)
     assert not path.exists()
-    assert sorted(one.name for one in tmp_path.glob("*.msgpack")) == ["mine.msgpack", "tuned-f9-a9-sm90-x-1.msgpack"]
+    assert sorted(path.name for path in tmp_path.glob("*.msgpack")) == ["mine.msgpack", "tuned-f9-a9-sm90-x-1.msgpack"]
     tuner.clear(tmp_path / "nowhere")
 
 
@@ -211,9 +211,9 @@ def test_an_entry_serves_dispatch(tmp_path: Path) -> None:
     from pretuned.runtime.dispatch.snapshot import Snapshot
 
     tuner.add(tmp_path, H200, fakemeasure.bundle(planned(8)))
-    found = decide(
+    choice = decide(
         Snapshot([Place(Kind.OVERLAY, tmp_path)]), Problem(Op.DX, DType.BF16, 8, 256, 128), 128, fakemeasure.ON_H200
     )
-    assert isinstance(found, Decision)
-    assert found.chosen.origin is Origin.THIS_GPU
-    assert found.chosen.config == CONFIG
+    assert isinstance(choice, Decision)
+    assert choice.chosen.origin is Origin.THIS_GPU
+    assert choice.chosen.config == CONFIG

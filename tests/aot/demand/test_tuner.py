@@ -68,8 +68,8 @@ def key(seq_len: int = 64, E: int = 8, local: LocalGpu = ON_H200) -> CacheKey:
 def ship(home: Path, seq_len: int = 64, **how: Any) -> None:
     """Put a bundle for ``key()``'s layer where PRETUNED_BUNDLES looks."""
     planned = tuner.planned_for(key(seq_len), tuner.shape_of(key(seq_len)))
-    made = fakemeasure.bundle(planned, **{"config": OTHER, **how})
-    publish(home.parent.parent / "bundles" / "shipped.msgpack", codec.encode(made))
+    bundle = fakemeasure.bundle(planned, **{"config": OTHER, **how})
+    publish(home.parent.parent / "bundles" / "shipped.msgpack", codec.encode(bundle))
     reload()
 
 
@@ -95,13 +95,13 @@ def test_it_tunes_once_and_keeps_it(home: Path, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_fork_while_another_thread_tunes_leaves_what_is_known(home: Path, tmp_path: Path) -> None:
     asked = fakemeasure.on_demand(tmp_path / "log")
-    known = asked.configs(key(), 0, force=False)
+    configs = asked.configs(key(), 0, force=False)
     begun, go_on, measure = threading.Event(), threading.Event(), asked._measure
 
-    def slow(*given: Any) -> Any:
+    def slow(*args: Any) -> Any:
         begun.set()
         assert go_on.wait(60)
-        return measure(*given)
+        return measure(*args)
 
     asked._measure = slow
     tuning = threading.Thread(target=asked.configs, args=(key(128), 0), kwargs={"force": False}, daemon=True)
@@ -111,7 +111,7 @@ def test_a_fork_while_another_thread_tunes_leaves_what_is_known(home: Path, tmp_
     if not child:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(10)
-        os._exit(0 if asked.configs(key(), 0, force=False) == known else 1)
+        os._exit(0 if asked.configs(key(), 0, force=False) == configs else 1)
     try:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
@@ -122,9 +122,9 @@ def test_a_fork_while_another_thread_tunes_leaves_what_is_known(home: Path, tmp_
 
 def test_every_part_of_the_key_counts(home: Path, tmp_path: Path) -> None:
     asked = fakemeasure.on_demand(tmp_path / "log")
-    for one in (key(), key(128), key(E=16), key_for(ON_H200, 8, 256, 128, 4, "bf16", 64)):
-        asked.configs(one, 0, force=False)
-        asked.configs(one, 0, force=False)
+    for layer_key in (key(), key(128), key(E=16), key_for(ON_H200, 8, 256, 128, 4, "bf16", 64)):
+        asked.configs(layer_key, 0, force=False)
+        asked.configs(layer_key, 0, force=False)
     assert len((tmp_path / "log").read_text().splitlines()) == 3  # 64 tokens x 4 are the rows of 128 x 2: measured
     assert key(46) == key(64) == key(90)
     assert key(64) not in (key(45), key(91))
@@ -135,7 +135,7 @@ def test_a_later_kernel_revision_tunes_again(home: Path, tmp_path: Path) -> None
     ship(home, revision=0)
     fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
     assert len((tmp_path / "log").read_text().splitlines()) == 1
-    assert dict(key().kernels) == {name: one.revision for name, one in ENTRIES.items()}
+    assert dict(key().kernels) == {name: entry.revision for name, entry in ENTRIES.items()}
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_of_fp8_blocks_the_configs_are_those_of_the_product_that_runs(home: Path
 
 def test_what_a_bundle_measured_on_this_very_gpu_is_a_hit(home: Path, tmp_path: Path) -> None:
     ship(home)
-    found = fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
-    assert chosen(found) == {OTHER}
+    configs = fakemeasure.on_demand(tmp_path / "log").configs(key(), 0, force=False)
+    assert chosen(configs) == {OTHER}
     assert not (tmp_path / "log").exists()
 
 
@@ -211,8 +211,8 @@ def test_force_measures_again_whatever_the_clock_says(home: Path, tmp_path: Path
 
 def test_what_can_not_be_measured_is_not_tried_by_every_process(home: Path, tmp_path: Path) -> None:
     for _ in range(2):
-        found = fakemeasure.on_demand(tmp_path / "log", modelled=True).configs(key(), 0, force=False)
-        assert chosen(found) == {CONFIG}  # the overlay's modelled choice
+        configs = fakemeasure.on_demand(tmp_path / "log", modelled=True).configs(key(), 0, force=False)
+        assert chosen(configs) == {CONFIG}  # the overlay's modelled choice
     assert len((tmp_path / "log").read_text().splitlines()) == 1
     assert not list((home / "configs").glob("*"))
 
@@ -317,14 +317,14 @@ def test_force_takes_what_another_process_measured_meanwhile(home: Path, tmp_pat
 
 def test_threads_tune_once(home: Path, tmp_path: Path) -> None:
     asked = fakemeasure.on_demand(tmp_path / "log", 0.2)
-    found: list[object] = []
-    threads = [threading.Thread(target=lambda: found.append(asked.configs(key(), 0, force=False))) for _ in range(8)]
+    results: list[object] = []
+    threads = [threading.Thread(target=lambda: results.append(asked.configs(key(), 0, force=False))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 8
-    assert all(one == found[0] for one in found)
+    assert len(results) == 8
+    assert all(result == results[0] for result in results)
     assert len((tmp_path / "log").read_text().splitlines()) == 1
 
 
@@ -450,7 +450,7 @@ def test_there_are_never_too_many_config_files(home: Path, tmp_path: Path) -> No
         os.utime(path, (number, number))
     for power in (3, 7):
         asked.configs(key(1 << power), 0, force=False)
-        names = {one.name for one in (home / "configs").iterdir()}
+        names = {path.name for path in (home / "configs").iterdir()}
         assert len(names) == MAX_FILES
     assert {"0.config", "1.config"}.isdisjoint(names)
     assert "2.config" in names
@@ -477,9 +477,9 @@ def test_there_are_never_too_many_config_files(home: Path, tmp_path: Path) -> No
     ],
 )
 def test_what_is_no_layer(how: dict[str, object], words: str) -> None:
-    given = {"num_experts": 8, "hidden_dim": 256, "intermediate_dim": 128, "top_k": 2, "dtype": "bf16", "seq_len": 64}
+    options = {"num_experts": 8, "hidden_dim": 256, "intermediate_dim": 128, "top_k": 2, "dtype": "bf16", "seq_len": 64}
     with pytest.raises(InputError, match=words):
-        key_for(ON_H200, **{**given, **how})  # type: ignore[arg-type]
+        key_for(ON_H200, **{**options, **how})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("H", "refused"), [(256, True), (224, False)])  # 224: no blocks, so nothing is prepared

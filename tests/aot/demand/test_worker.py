@@ -10,8 +10,8 @@ from typing import Any
 
 import childjobs
 import faketimer
-import made
 import pytest
+import small_bundles
 import warm
 
 from pretuned.aot.choose.candidates import read_candidates
@@ -59,11 +59,13 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def executor(candidates: Path) -> Iterator[list[LocalExecutor]]:
     with open_bundle(candidates) as bundle, scratch_folder() as scratch:
-        one = LocalExecutor(Setup(str(candidates), bundle.digest, 0), scratch, greet=faketimer.greet, run=faketimer.run)
+        executor = LocalExecutor(
+            Setup(str(candidates), bundle.digest, 0), scratch, greet=faketimer.greet, run=faketimer.run
+        )
         try:
-            yield [one]
+            yield [executor]
         finally:
-            one.shutdown()
+            executor.shutdown()
 
 
 def planned(dtype: str) -> BuildPlan:
@@ -83,13 +85,13 @@ def unknown() -> BuildPlan:
     return planned("fp32")
 
 
-def measured(planned: BuildPlan, answer: Path, made: Sequence[str] = ()) -> Bundle:
+def measured(planned: BuildPlan, answer: Path, names: Sequence[str] = ()) -> Bundle:
     cells = [(worker.plain(problem), list(buckets)) for problem, buckets in planned.buckets.items()]
     models = [
-        (one.name, one.top_k, one.dtype.value, [worker.plain(problem) for problem in one.problems])
-        for one in planned.models
+        (model.name, model.top_k, model.dtype.value, [worker.plain(problem) for problem in model.problems])
+        for model in planned.models
     ]
-    worker.measure_cells(cells, models, 90, 0, 60.0, None, made, answer)
+    worker.measure_cells(cells, models, 90, 0, 60.0, None, names, answer)
     return codec.decode(answer.read_bytes(), "tuned now")
 
 
@@ -113,10 +115,10 @@ def test_where_nothing_compiles_what_ships_is_measured(
     tuned = measured(layer, tmp_path / "answer")
     assert {*tuned.choices} == {*layer.problems}
     assert {choice.source for row in tuned.choices.values() for choice in row} == {Source.MEASURED}
-    there = {one.code.variant.cubin_sha256 for one in Incumbents.found().codes(layer.problems, 90)}
-    assert {one.cubin_sha256 for one in tuned.variants} <= there
-    running = Incumbents.found().running(layer.buckets, ON_H200)
-    assert tuned.producer.held_against == tuple(sorted({one.bundle.hex()[:16] for one in running.values()}))
+    there = {incumbent.code.variant.cubin_sha256 for incumbent in Incumbents.on_search_path().codes(layer.problems, 90)}
+    assert {variant.cubin_sha256 for variant in tuned.variants} <= there
+    running = Incumbents.on_search_path().running(layer.buckets, ON_H200)
+    assert tuned.producer.held_against == tuple(sorted({incumbent.bundle.hex()[:16] for incumbent in running.values()}))
 
 
 @pytest.mark.parametrize("error", [CompileError("no barrier"), HostError("no Triton here")])
@@ -135,9 +137,9 @@ def test_the_models_next_ones_are_compiled_where_the_first_can_not_be(
     asked = nothing_compiles(monkeypatch, CompileError("no barrier"))
     with pytest.raises(CompileError):
         worker._candidates_beside(layer.buckets, (), 90, None)
-    every = [spec for specs in asked for spec in specs]
+    specs_asked = [spec for specs in asked for spec in specs]
     assert len(asked) > 2
-    assert len(every) == len(set(every))
+    assert len(specs_asked) == len(set(specs_asked))
     assert all(specs for specs in asked)
 
 
@@ -145,7 +147,7 @@ def test_the_models_next_ones_are_compiled_where_the_first_can_not_be(
 def test_what_only_the_callers_process_has_is_held_against(
     layer: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where its overlay can't be written: it measured before, and is asked again."""
+    """The overlay can't be written: the process measured before, and is asked again."""
     nothing_compiles(monkeypatch, CompileError("no barrier"))
     first = measured(layer, tmp_path / "first")
     file = tmp_path / "made.msgpack"
@@ -157,14 +159,14 @@ def test_what_only_the_callers_process_has_is_held_against(
 
 
 def test_what_runs_instead_is_reported(layer: BuildPlan, unknown: BuildPlan) -> None:
-    told = tuner._instead(layer.buckets, ON_H200)
-    assert told.startswith("what runs instead is the ordinary choice, of catalogue-")
+    message = tuner._instead(layer.buckets, ON_H200)
+    assert message.startswith("what runs instead is the ordinary choice, of catalogue-")
     cells = sum(map(len, unknown.buckets.values()))
     assert tuner._instead(unknown.buckets, ON_H200) == f"torch's grouped GEMM runs {cells} of {cells} cells"
 
 
 def test_what_this_process_made_goes_to_the_child(tmp_path: Path) -> None:
-    path = made.write(tmp_path / "kept.msgpack", {made.PROBLEM: [made.modelled(64, 0)]})
+    path = small_bundles.write(tmp_path / "kept.msgpack", {small_bundles.PROBLEM: [small_bundles.modelled(64, 0)]})
     with open_bundle(path) as opened:
         snapshot.keep(opened)
         snapshot.forget()  # what another test of this process took
@@ -194,9 +196,11 @@ def test_without_triton_the_candidates_that_ship_are_measured(
     assert {*tuned.choices} == {*layer.problems}
     assert {choice.source for row in tuned.choices.values() for choice in row} == {Source.MEASURED}
     with open_bundle(tmp_path / "answer.candidates") as bundle:
-        took_part = {one.cubin_sha256 for one in bundle.variants()}
-    in_bundles = {one.code.variant.cubin_sha256 for one in Incumbents.found().codes(layer.problems, 90)}
-    shipped = {one.variant.cubin_sha256 for one in read_candidates(shipped_file(90)).compiled}
+        took_part = {variant.cubin_sha256 for variant in bundle.variants()}
+    in_bundles = {
+        incumbent.code.variant.cubin_sha256 for incumbent in Incumbents.on_search_path().codes(layer.problems, 90)
+    }
+    shipped = {candidate.variant.cubin_sha256 for candidate in read_candidates(shipped_file(90)).compiled}
     assert took_part - in_bundles
     assert took_part <= in_bundles | shipped
 

@@ -52,15 +52,15 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
-        told = folder / "scheduler.json"
+        path = folder / "scheduler.json"
         self.scheduler = self._begin(
-            "scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--no-show", "--scheduler-file", told
+            "scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--no-show", "--scheduler-file", path
         )
         self.address = ""
         while not self.address:
             assert self.scheduler.poll() is None, (folder / "log").read_text()
             with contextlib.suppress(OSError, ValueError):
-                self.address = json.loads(told.read_text())["address"]
+                self.address = json.loads(path.read_text())["address"]
             time.sleep(0.05)
 
     @property
@@ -97,7 +97,10 @@ class Cluster:
 
     def close(self) -> None:
         tree = [
-            child for one in self.processes if one.poll() is None for child in psutil.Process(one.pid).children(True)
+            child
+            for process in self.processes
+            if process.poll() is None
+            for child in psutil.Process(process.pid).children(True)
         ]
         for process in reversed(self.processes):
             process.kill()
@@ -119,17 +122,17 @@ def cluster_in(folder: Path) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two workers as most people start them, under nannies that start them again."""
-    with cluster_in(tmp_path_factory.mktemp("cluster")) as found:
-        found.worker()
-        found.worker()
-        yield found
+    with cluster_in(tmp_path_factory.mktemp("cluster")) as cluster:
+        cluster.worker()
+        cluster.worker()
+        yield cluster
 
 
 @pytest.fixture
 def lone(tmp_path: Path) -> Iterator[Cluster]:
     """A cluster to break."""
-    with cluster_in(tmp_path) as found:
-        yield found
+    with cluster_in(tmp_path) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -144,14 +147,14 @@ def candidates(
 
 
 def all_of(gpus: DaskGpus, count: int) -> list[object]:
-    """As many workers as the test has started."""
-    found: list[object] = []
+    """Return all objects that workers gave, once there are as many workers as the test has started."""
+    results: list[object] = []
     end = time.monotonic() + 30
-    while len(found) < count:
+    while len(results) < count:
         assert time.monotonic() < end
-        found += gpus.joined()
+        results += gpus.joined()
         time.sleep(0.05)
-    return found
+    return results
 
 
 def tune(
@@ -171,7 +174,7 @@ def tune(
 
 
 def measured_keys(journal: Path) -> list[object]:
-    return [(one.problem, one.bucket) for one in read_journal(journal).records if isinstance(one, Measured)]
+    return [(record.problem, record.bucket) for record in read_journal(journal).records if isinstance(record, Measured)]
 
 
 def test_it_measures_every_cell_once(cluster: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
@@ -182,7 +185,7 @@ def test_it_measures_every_cell_once(cluster: Cluster, candidates: Path, small_p
     assert len(set(keys)) == len(keys) == small_plan.choices
     bundle = measured_bundle(small_plan, read_candidates(candidates, small_plan), read_journal(journal))
     assert bundle.gpus == (faketimer.H200,)
-    assert {one.source for row in bundle.choices.values() for one in row} == {Source.MEASURED}
+    assert {choice.source for row in bundle.choices.values() for choice in row} == {Source.MEASURED}
     again = tune(cluster, small_plan, candidates, journal, 2, run=faketimer.dies)
     assert (again.in_journal, again.measured) == (small_plan.choices, 0)
 
@@ -194,7 +197,9 @@ def test_a_variant_that_ends_its_process_is_reported_and_costs_no_dask_worker(
     outcome = tune(cluster, small_plan, candidates, tmp_path / "journal", 2, run=faketimer.dies)
     with open_bundle(candidates) as bundle:
         bad = bundle.variant(0).cubin_sha256
-    assert {(one.kind, one.variant) for one in outcome.failures} == {(DIED, bad)}  # by both, where both met it
+    assert {(failure.kind, failure.variant) for failure in outcome.failures} == {
+        (DIED, bad)
+    }  # by both, where both met it
     assert (outcome.measured, outcome.left, outcome.unable) == (small_plan.choices, 0, 0)
     assert workers_of(cluster) == before
 
@@ -208,7 +213,9 @@ def test_a_variant_that_kills_workers_again_and_again_is_recorded_and_skipped(
     outcome = tune(cluster, small_plan, candidates, tmp_path / "journal", 2, watch, run=faketimer.kills_its_machine)
     with open_bundle(candidates) as bundle:
         bad = bundle.variant(0).cubin_sha256
-    assert {(one.kind, one.variant) for one in outcome.failures} == {(DIED, bad)}  # by both, where both met it
+    assert {(failure.kind, failure.variant) for failure in outcome.failures} == {
+        (DIED, bad)
+    }  # by both, where both met it
     assert (outcome.measured, outcome.left, outcome.unable) == (small_plan.choices, 0, 0)
     assert sum("is out: the worker has left the cluster, or was killed" in note for note in notes) >= 3
     assert workers_of(cluster) != before
@@ -224,15 +231,15 @@ def test_the_commands_measure_on_the_cluster(
     fake = functools.partial(dask_gpus, greet=faketimer.greet, run=faketimer.run)
     monkeypatch.setattr("pretuned.aot.executors.dask.dask_gpus", fake)
     monkeypatch.chdir(tmp_path)
-    given = ["--models", "shape:E=8,H=256,I=128,k=2 tokens=1..64", "--ops", "forward", "--executor", cluster.executor]
-    assert command(["measure", str(candidates), "-J", "a.journal", *given, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["finished"], told["gpu"]["name"]) == (True, "NVIDIA H200")
+    options = ["--models", "shape:E=8,H=256,I=128,k=2 tokens=1..64", "--ops", "forward", "--executor", cluster.executor]
+    assert command(["measure", str(candidates), "-J", "a.journal", *options, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["finished"], report["gpu"]["name"]) == (True, "NVIDIA H200")
     keys = measured_keys(tmp_path / "a.journal")  # some more than once: what would ship is looked at again
-    assert len(set(keys)) == told["measured"] == told["cells"] > 0
-    assert command(["build", "--candidates", str(candidates), *given, "--json"]) == 0  # with a journal of its own
+    assert len(set(keys)) == report["measured"] == report["cells"] > 0
+    assert command(["build", "--candidates", str(candidates), *options, "--json"]) == 0  # with a journal of its own
     (built,) = json.loads(capsys.readouterr().out)["bundles"]
-    assert (built["source"], built["tuned"]["measured"]) == ("measured", told["cells"])
+    assert (built["source"], built["tuned"]["measured"]) == ("measured", report["cells"])
 
 
 def test_two_workers_on_one_gpu_are_refused(
@@ -270,15 +277,15 @@ def test_the_command_asks_the_workers_for_their_gpu(
         cluster.executor,
     ]
     assert command(arguments) == 1
-    told = capsys.readouterr().err
-    assert "Dask worker tcp://127.0.0.1:" in told
-    assert "its worker does not start: torch" in told
-    assert "can't use this machine's GPU" in told
+    output = capsys.readouterr().err
+    assert "Dask worker tcp://127.0.0.1:" in output
+    assert "its worker does not start: torch" in output
+    assert "can't use this machine's GPU" in output
 
 
 def workers_of(cluster: Cluster) -> set[int]:
     """The processes that hold the workers."""
-    nannies = [psutil.Process(one.pid) for one in cluster.processes[1:]]
+    nannies = [psutil.Process(process.pid) for process in cluster.processes[1:]]
     return {child.pid for nanny in nannies for child in nanny.children() if "spawn_main" in " ".join(child.cmdline())}
 
 
@@ -344,7 +351,7 @@ def test_stopped_or_killed_it_loses_the_job_in_flight_at_most_and_goes_on(
         if line == "cell 3\n":
             break
     process.send_signal(number)
-    _, told = process.communicate(timeout=30)
+    _, message = process.communicate(timeout=30)
     kept = len(read_journal(journal).records)
     assert 3 <= kept < small_plan.choices
     if number == signal.SIGINT:
@@ -352,9 +359,9 @@ def test_stopped_or_killed_it_loses_the_job_in_flight_at_most_and_goes_on(
             f"interrupted: {kept} of {small_plan.choices} cells are measured and kept in '{journal}'; "
             "run the same command to go on\n"
         )
-        assert told.endswith(said)
+        assert message.endswith(said)
         # Python's own words, if the signal came while one of Dask's futures was let go of.
-        before = told.removesuffix(said)
+        before = message.removesuffix(said)
         assert not before or before.startswith("Exception ignored in: <function Future.__del__")
         running = [" ".join(child.cmdline()) for child in psutil.Process(worker.pid).children(True)]
         assert not [line for line in running if "spawn_main" in line]  # the process on the GPU has ended
@@ -431,13 +438,13 @@ def test_mistakes_are_reported_in_one_message(
     if message.startswith("no Dask scheduler"):
         monkeypatch.setattr("pretuned.aot.executors.dask.connected.__wrapped__.__defaults__", (1.0,))
         message = "no Dask scheduler answers there within 1 s"
-    given = ["--models", "shape:E=8,H=256,I=128,k=2", *more]
+    options = ["--models", "shape:E=8,H=256,I=128,k=2", *more]
     where = [str(candidates), "-J", "journal"] if verb == "measure" else ["--sm", "90"]
-    assert command([verb, *where, *given]) == code
-    told = capsys.readouterr()
-    assert message in told.err
-    assert told.err.count("\n") == 1, told.err
-    assert told.out == ""
+    assert command([verb, *where, *options]) == code
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.err.count("\n") == 1, output.err
+    assert output.out == ""
     assert not list(tmp_path.iterdir())
 
 
@@ -445,8 +452,15 @@ def test_a_missing_dask_says_what_to_install(
     candidates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
-    given = ["--models", "shape:E=8,H=256,I=128,k=2", "-J", str(tmp_path / "j"), "--executor", "dask://scheduler:8786"]
-    assert command(["measure", str(candidates), *given]) == 1
+    options = [
+        "--models",
+        "shape:E=8,H=256,I=128,k=2",
+        "-J",
+        str(tmp_path / "j"),
+        "--executor",
+        "dask://scheduler:8786",
+    ]
+    assert command(["measure", str(candidates), *options]) == 1
     assert 'pip install "pretuned[dask]"' in capsys.readouterr().err
 
 
@@ -495,7 +509,7 @@ def test_a_cluster_with_certificates(tmp_path: Path) -> None:
     ours = {f"{tls}CA_FILE": str(tmp_path / "cert.pem")}
     for role in ("CLIENT", "SCHEDULER"):
         ours |= {f"{tls}{role}__CERT": str(tmp_path / "cert.pem"), f"{tls}{role}__KEY": str(tmp_path / "key.pem")}
-    told = tmp_path / "scheduler.json"
+    path = tmp_path / "scheduler.json"
     command = [
         "scheduler",
         "--protocol",
@@ -507,7 +521,7 @@ def test_a_cluster_with_certificates(tmp_path: Path) -> None:
         "--no-dashboard",
         "--no-show",
         "--scheduler-file",
-        told,
+        path,
     ]
     scheduler = subprocess.Popen(
         [sys.executable, "-m", "dask", *map(str, command)], env={**os.environ, **ours}, stderr=subprocess.DEVNULL
@@ -521,7 +535,7 @@ def test_a_cluster_with_certificates(tmp_path: Path) -> None:
         while not address:
             assert scheduler.poll() is None
             with contextlib.suppress(OSError, ValueError):
-                address = json.loads(told.read_text())["address"]
+                address = json.loads(path.read_text())["address"]
             time.sleep(0.05)
         assert address.startswith("tls://")
         for executor, environment, wanted in (

@@ -1,4 +1,4 @@
-"""What a worker answers, there and back, and answers that are none."""
+"""A Dask worker's answers, sent and read back, and malformed answers."""
 
 from __future__ import annotations
 

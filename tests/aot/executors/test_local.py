@@ -19,44 +19,44 @@ WAIT_S = 60
 def test_the_process_that_has_begun_is_the_one_that_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WOKEN", str(tmp_path / "woken"))
     with scratch_folder() as scratch:
-        one = LocalExecutor(Setup("", b"", 3), scratch, greet=faketimer.introduced)
+        executor = LocalExecutor(Setup("", b"", 3), scratch, greet=faketimer.introduced)
         try:
-            one.begin(faketimer.wake)
-            one.measures("candidates.msgpack", b"\x05")
-            pid, *setup = one.start().result(WAIT_S).notes
+            executor.begin(faketimer.wake)
+            executor.measures("candidates.msgpack", b"\x05")
+            pid, *setup = executor.start().result(WAIT_S).notes
             assert (tmp_path / "woken").read_text() == f"{pid} 3"
             assert setup == ["candidates.msgpack", "05", "3"]
-            again, *_ = one.start().result(WAIT_S).notes  # as after a kernel that hangs: another process
+            again, *_ = executor.start().result(WAIT_S).notes  # as after a kernel that hangs: another process
             assert again != pid
         finally:
-            one.shutdown()
+            executor.shutdown()
 
 
 def test_what_goes_wrong_while_it_wakes_is_for_its_start_to_meet() -> None:
     with scratch_folder() as scratch:
-        one = LocalExecutor(Setup("", b"", 0), scratch, greet=faketimer.introduced)
+        executor = LocalExecutor(Setup("", b"", 0), scratch, greet=faketimer.introduced)
         try:
-            one.begin(faketimer.wake_badly)
-            one.measures("a", b"")
-            assert one.start().result(WAIT_S).notes[1] == "a"
+            executor.begin(faketimer.wake_badly)
+            executor.measures("a", b"")
+            assert executor.start().result(WAIT_S).notes[1] == "a"
         finally:
-            one.shutdown()
+            executor.shutdown()
 
 
 @pytest.mark.slow
 def test_one_that_died_when_it_was_awake_is_another_one_at_its_start() -> None:
     with scratch_folder() as scratch:
-        one = LocalExecutor(Setup("", b"", 0), scratch, greet=faketimer.introduced)
+        executor = LocalExecutor(Setup("", b"", 0), scratch, greet=faketimer.introduced)
         try:
-            one.begin(faketimer.wake_and_die)
+            executor.begin(faketimer.wake_and_die)
             until = time.monotonic() + WAIT_S
-            while one._pool.active:
+            while executor._pool.active:
                 assert time.monotonic() < until
                 time.sleep(0.05)
-            one.measures("a", b"")
-            assert one.start().result(WAIT_S).notes[1] == "a"
+            executor.measures("a", b"")
+            assert executor.start().result(WAIT_S).notes[1] == "a"
         finally:
-            one.shutdown()
+            executor.shutdown()
 
 
 @pytest.mark.parametrize(("count", "device"), [(0, 0), (2, 2), (2, -1)])

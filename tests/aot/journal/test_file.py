@@ -38,7 +38,7 @@ problems = st.builds(
     st.sampled_from(Layout),
     st.sampled_from(list(Fusion)),
     st.integers(0, 8),
-).map(lambda one: one if one.fusion & INDEXED else one._replace(top_k=0))
+).map(lambda problem: problem if problem.fusion & INDEXED else problem._replace(top_k=0))
 timings = st.builds(Timing, shas, times, small, st.integers(1, 50), small)
 duels = st.builds(Rematch, shas, shas, times, times, small, small)
 buckets = st.integers(0, 31).map(lambda power: 1 << power)
@@ -85,7 +85,7 @@ def test_a_number_of_another_type_is_refused_after_one_that_equals_it() -> None:
     value = to_value(replace(measured(), problem=measured().problem._replace(E=1)))
     assert isinstance(from_value(value), Measured)
     for other in (True, 1.0):
-        problem = [other if one == 1 and type(one) is int else one for one in value["problem"]]  # type: ignore[attr-defined]
+        problem = [other if field == 1 and type(field) is int else field for field in value["problem"]]  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match=r"problem\.E is"):
             from_value({**value, "problem": problem})
 
@@ -100,7 +100,7 @@ def test_what_is_appended_is_read_and_gone_on_with(tmp_path: Path) -> None:
         assert journal.contents.records == (measured(1), measured(2), measured(4))
         journal.append([measured(8)])
     contents = read_journal(path)
-    assert [one.bucket for one in contents.records] == [1, 2, 4, 8]
+    assert [record.bucket for record in contents.records] == [1, 2, 4, 8]
     assert contents.damaged == 0
     assert contents.header.kernels == HEADER.kernels
     assert contents.header.gpu == H200
@@ -137,7 +137,7 @@ def test_a_damaged_record_is_left_out_and_told(tmp_path: Path) -> None:
         flipped[position] ^= 4
         path.write_bytes(b"".join([*lines[:2], bytes(flipped), *lines[3:]]))
         contents = read_journal(path)
-        assert [one.bucket for one in contents.records] == [1, 4]
+        assert [record.bucket for record in contents.records] == [1, 4]
         assert contents.damaged >= 1
     notes: list[str] = []
     with open_journal(path, HEADER, notes.append):
@@ -384,4 +384,4 @@ def test_a_compressed_journal_is_not_gone_on_with(tmp_path: Path) -> None:
     with pytest.raises(OtherJournal, match=r"decompress it first .* name '.*/h200.journal' with"):
         open_journal(path, HEADER).__enter__()
     assert path.read_bytes() == before
-    assert sorted(one.name for one in tmp_path.glob("h200*")) == ["h200.journal.xz"]  # no lock beside it either
+    assert sorted(path.name for path in tmp_path.glob("h200*")) == ["h200.journal.xz"]  # no lock beside it either

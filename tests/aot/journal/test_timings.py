@@ -38,7 +38,7 @@ def sha(number: int) -> bytes:
 
 
 def variant(number: int, config: Config, fusion: Fusion = Fusion.NONE) -> Compiled:
-    one = Variant(
+    variant = Variant(
         "rows",
         1,
         1,
@@ -60,7 +60,7 @@ def variant(number: int, config: Config, fusion: Fusion = Fusion.NONE) -> Compil
         3,
         sha(number),
     )
-    return Compiled(one, b"abc")
+    return Compiled(variant, b"abc")
 
 
 COMPILED = [variant(i, config) for i, config in enumerate(CONFIGS)]
@@ -87,12 +87,12 @@ def test_a_record_says_alone_what_it_says_twice(
 ) -> None:
     timings = tuple(Timing(sha(i), ns, 0.001 * i, 20 - i, 0.0017) for i, ns in times.items())
     duel = Rematch(sha(0), sha(1), (9,), (10,), 0.9, 0.01)
-    one = Measured(PROBLEM, 64, sha(0), timings, duel, torch, 1.0, 13000, plain and (sha(9), plain))
+    record = Measured(PROBLEM, 64, sha(0), timings, duel, torch, 1.0, 13000, plain and (sha(9), plain))
 
-    def told(*records: Measured) -> CellTimes:
+    def times_of(*records: Measured) -> CellTimes:
         return Timings.of(Contents(Header(90, H200, ()), records, 0, 0)).cells[PROBLEM, 64]
 
-    assert told(one) == replace(told(one, one), duels=(duel,))
+    assert times_of(record) == replace(times_of(record, record), duels=(duel,))
 
 
 def test_times_of_a_form_are_brought_to_the_clock_of_the_plain_product() -> None:
@@ -108,13 +108,13 @@ def test_times_of_a_form_are_brought_to_the_clock_of_the_plain_product() -> None
 
     def choice_of(*records: Measured) -> Choice:
         contents = Contents(Header(90, H200, ()), (*records, other), 0, 0)
-        one, _ = choose(plan, compiled, 90, Timings.of(contents)).choices[gathers]
-        assert one.source is Source.MEASURED
-        return one
+        choice, _ = choose(plan, compiled, 90, Timings.of(contents)).choices[gathers]
+        assert choice.source is Source.MEASURED
+        return choice
 
     product = record({0: 44_000, 1: 40_000}, 0)
-    told = choice_of(product, form((sha(1), (28_000, 32_143))))
-    assert (told.time_ns, told.runner_up_ns) == (44_000, 48_000)
+    choice = choice_of(product, form((sha(1), (28_000, 32_143))))
+    assert (choice.time_ns, choice.runner_up_ns) == (44_000, 48_000)
     for alone in (
         (product, form(None)),  # an older record
         (product, form((sha(2), (30_000, 30_000)))),  # of a variant that the plain cell did not time
@@ -132,10 +132,10 @@ def test_times_of_a_form_are_brought_to_the_clock_of_the_plain_product() -> None
 
 
 def test_a_record_of_a_slower_clock_makes_no_variant_of_it_slower() -> None:
-    """As an H100 had it: what only the faster record timed looked faster than what beat it there by 8 %."""
+    """A real case of an H100: variants that only the faster record timed looked faster than one that is 8 % faster."""
     fast = record({0: 5_281, 1: 5_490, 2: 5_726}, 1)
     slow = record({0: 5_883, 1: 6_273, 3: 6_685}, 1)
-    more = replace(slow, timings=tuple(one._replace(rounds=60) for one in slow.timings))
+    more = replace(slow, timings=tuple(timing._replace(rounds=60) for timing in slow.timings))
     for records in itertools.permutations((fast, more)):
         contents = Contents(Header(90, H200, ()), tuple(records), 0, 0)
         cell = Timings.of(contents).cells[PROBLEM, 64]
@@ -153,7 +153,7 @@ def test_torch_is_of_the_clock_of_the_times_beside_it(rounds: int) -> None:
     """An older record had torch, one of a look at a slower clock has none: that makes no choice slower than torch."""
     first = replace(record({0: 10_000, 1: 11_000}, 0), torch_ns=(12_000, 12_000))
     look = record({0: 12_500, 1: 13_750, 2: 12_000}, 0)
-    look = replace(look, timings=tuple(one._replace(rounds=rounds) for one in look.timings))
+    look = replace(look, timings=tuple(timing._replace(rounds=rounds) for timing in look.timings))
     cell = Timings.of(Contents(Header(90, H200, ()), (look, first), 0, 0)).cells[PROBLEM, 64]
     assert cell.torch_ns is not None
     assert cell.torch_ns / cell.times_ns[sha(0)] == pytest.approx(1.2, rel=1e-4)
@@ -182,8 +182,8 @@ def test_records_count_the_same_in_any_order(order: Sequence[int], clocks: Seque
         times = {i: (i + 10) * clock + more for i, more in zip(timed, off, strict=True)}
         rounds = data.draw(st.sampled_from([5, 20]))
         torch = data.draw(st.none() | st.tuples(st.integers(9_000, 11_000), st.integers(9_000, 11_000)))
-        one = replace(record(times, timed[0]), torch_ns=torch)
-        records.append(replace(one, timings=tuple(timing._replace(rounds=rounds) for timing in one.timings)))
+        entry = replace(record(times, timed[0]), torch_ns=torch)
+        records.append(replace(entry, timings=tuple(timing._replace(rounds=rounds) for timing in entry.timings)))
 
     def cell(some: Sequence[Measured]) -> object:
         return Timings.of(Contents(Header(90, H200, ()), tuple(some), 0, 0)).cells[PROBLEM, 64]
@@ -193,11 +193,11 @@ def test_records_count_the_same_in_any_order(order: Sequence[int], clocks: Seque
 
 @pytest.fixture
 def model_first() -> int:
-    """What the model chooses among all, on an H200."""
+    """Return the variant that the cost model chooses among all on an H200."""
     choice = choose(BuildPlan({PROBLEM: (64,)}, ()), COMPILED, 90, Timings.of(Contents(Header(90, H200, ()), (), 0, 0)))
-    (one,) = choice.choices[PROBLEM]
-    assert one.source is Source.MODELLED
-    number: int = choice.variants[one.variant].variant.cubin_sha256[0]
+    (chosen,) = choice.choices[PROBLEM]
+    assert chosen.source is Source.MODELLED
+    number: int = choice.variants[chosen.variant].variant.cubin_sha256[0]
     return number
 
 
@@ -226,7 +226,7 @@ def test_within_the_noise_the_modelled_choice_stays(model_first: int) -> None:
     assert chosen([near], both).time_ns == 50_000
     far = record({model_first: 50_000, other: 49_000}, model_first)
     assert chosen([far], both).time_ns == 49_000
-    noisy = replace(far, timings=tuple(one._replace(noise=0.02) for one in far.timings))
+    noisy = replace(far, timings=tuple(timing._replace(noise=0.02) for timing in far.timings))
     assert chosen([noisy], both).time_ns == 50_000
 
 
@@ -240,15 +240,15 @@ def test_of_what_ships_a_cell_takes_the_fastest_as_timed(model_first: int) -> No
         cells = (record({model_first: 50_000 * times, other: 49_850 * times}, model_first, duel), far, back)
         evidence = Timings.of(Contents(Header(90, H200, ()), cells, 0, 0))
         first, *rest = choose(BuildPlan({PROBLEM: (64, 128, 256)}, ()), COMPILED, 90, evidence).choices[PROBLEM]
-        assert [one.time_ns for one in rest] == [40_000, 40_000]
+        assert [choice.time_ns for choice in rest] == [40_000, 40_000]
         return first.time_ns // times
 
     def fought(ratio: float) -> Rematch:
         return Rematch(sha(other), sha(model_first), (49_000, 49_000), (50_000, 50_000), ratio, 0.005)
 
     ratios = (0.998, 1.001, 1.004, 1.006)
-    assert [near(fought(one)) for one in ratios] == [49_850, 49_850, 49_850, 50_000]
-    assert [near(fought(one), 300) for one in ratios] == [49_850, 50_000, 50_000, 50_000]  # 15 ms: of three rounds
+    assert [near(fought(ratio)) for ratio in ratios] == [49_850, 49_850, 49_850, 50_000]
+    assert [near(fought(ratio), 300) for ratio in ratios] == [49_850, 50_000, 50_000, 50_000]  # 15 ms: of three rounds
     assert near(None) == near(None, 300) == 49_850
     third = (model_first + 2) % 4  # a duel with one that has no time in the cell says nothing of the others
     assert near(replace(fought(1.1), modelled=sha(third))) == 49_850
@@ -278,14 +278,14 @@ def test_of_a_cell_measured_twice_each_time_weighs_its_rounds(model_first: int) 
     other = (model_first + 1) % 4
 
     def of_rounds(ns: int, rounds: int, noise: float) -> Measured:
-        found = record({model_first: 50_000, other: ns}, model_first)
-        return replace(found, timings=tuple(one._replace(rounds=rounds, noise=noise) for one in found.timings))
+        entry = record({model_first: 50_000, other: ns}, model_first)
+        return replace(entry, timings=tuple(timing._replace(rounds=rounds, noise=noise) for timing in entry.timings))
 
     few, more = of_rounds(40_000, 3, 0.03), of_rounds(48_000, 9, 0.001)
     for both in ((few, more), (more, few)):
         cell = Timings.of(Contents(Header(90, H200, ()), both, 0, 0)).cells[PROBLEM, 64]
         assert (cell.times_ns[sha(other)], cell.noise[sha(other)]) == (48_000, 0.001)
-        thrice = (*both, replace(few, timings=tuple(one._replace(rounds=6) for one in few.timings)))
+        thrice = (*both, replace(few, timings=tuple(timing._replace(rounds=6) for timing in few.timings)))
         cell = Timings.of(Contents(Header(90, H200, ()), thrice, 0, 0)).cells[PROBLEM, 64]
         # 9 rounds each: the lower, by the clock that brings the two of one record nearest to the two of the other.
         assert cell.times_ns[sha(other)] == round(40_000 * math.sqrt(48 / 40))
@@ -297,8 +297,8 @@ def test_of_duels_of_the_same_two_those_of_the_most_rounds_count(model_first: in
 
     def of_rounds(rounds: int, ratio: float) -> Measured:
         duel = Rematch(sha(other), sha(model_first), (45_000, 45_000), (50_000, 50_000), ratio, 0.005)
-        found = record(times, model_first, duel)
-        return replace(found, timings=tuple(one._replace(rounds=rounds) for one in found.timings))
+        entry = record(times, model_first, duel)
+        return replace(entry, timings=tuple(timing._replace(rounds=rounds) for timing in entry.timings))
 
     for won, lost, ns in ((9, 3, 45_000), (3, 9, 50_000), (3, 3, 50_000)):
         for both in ((of_rounds(won, 0.9), of_rounds(lost, 1.02)), (of_rounds(lost, 1.02), of_rounds(won, 0.9))):
@@ -311,8 +311,8 @@ def test_more_rounds_together_count_more_than_a_duel_of_fewer(model_first: int) 
     lost = Rematch(sha(other), sha(model_first), (45_000, 45_000), (50_000, 50_000), 1.02, 0.005)
 
     def of_rounds(rounds: int, duel: Rematch | None) -> Measured:
-        found = record({model_first: 50_000, other: 49_000}, model_first, duel)
-        return replace(found, timings=tuple(one._replace(rounds=rounds) for one in found.timings))
+        entry = record({model_first: 50_000, other: 49_000}, model_first, duel)
+        return replace(entry, timings=tuple(timing._replace(rounds=rounds) for timing in entry.timings))
 
     assert chosen([of_rounds(3, lost)]).time_ns == 50_000
     for both in ((of_rounds(3, lost), of_rounds(9, None)), (of_rounds(9, None), of_rounds(3, lost))):
@@ -365,18 +365,18 @@ def test_torch_is_chosen_where_it_is_faster_by_more_than_noise_and_what_is_aroun
 ) -> None:
     """The fastest kernel takes 20 us, and what the runtime launches around torch's call 5."""
     times = None if torch_us is None else (round(torch_us * 1000),) * 2
-    one = chosen([replace(record({0: 30_000, 1: 20_000}, 0), torch_ns=times)])
-    assert one.time_ns == 20_000
-    assert one.torch_ns == (12_000 if faster else None)
+    choice = chosen([replace(record({0: 30_000, 1: 20_000}, 0), torch_ns=times)])
+    assert choice.time_ns == 20_000
+    assert choice.torch_ns == (12_000 if faster else None)
 
 
 def test_torch_is_chosen_for_no_dw_and_on_no_capability_without_a_kernel_of_torch() -> None:
     def choice(problem: Problem, sm: int) -> Choice:
         rows = replace(record({1: 20_000}, 1), problem=problem, torch_ns=(5_000, 5_000))
-        code = [Compiled(one.variant._replace(op=problem.op), one.cubin) for one in COMPILED]
+        code = [Compiled(candidate.variant._replace(op=problem.op), candidate.cubin) for candidate in COMPILED]
         evidence = Timings.of(Contents(Header(sm, H200, ()), (rows,), 0, 0))
-        (found,) = choose(BuildPlan({problem: (64,)}, ()), code, sm, evidence).choices[problem]
-        return found
+        (choice,) = choose(BuildPlan({problem: (64,)}, ()), code, sm, evidence).choices[problem]
+        return choice
 
     assert choice(PROBLEM, 90).torch_ns == 5_000
     assert choice(PROBLEM._replace(op=Op.DW), 90).torch_ns is None
@@ -384,5 +384,5 @@ def test_torch_is_chosen_for_no_dw_and_on_no_capability_without_a_kernel_of_torc
     turned = PROBLEM.transposed  # dX of w [E, K, N], by whose name the cell was not measured
     assert turned is not None
     contents = Contents(Header(90, H200, ()), (replace(record({1: 20_000}, 1), torch_ns=(5_000,)),), 0, 0)
-    (found,) = choose(BuildPlan({turned: (64,)}, ()), COMPILED, 90, Timings.of(contents)).choices[turned]
-    assert found.torch_ns == 5_000
+    (chosen,) = choose(BuildPlan({turned: (64,)}, ()), COMPILED, 90, Timings.of(contents)).choices[turned]
+    assert chosen.torch_ns == 5_000

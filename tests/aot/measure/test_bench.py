@@ -37,21 +37,21 @@ def test_a_second_pass_takes_three_times_as_many_rounds_and_a_quick_one_fewer(
     ):
         bench.clock = clock = Told(us)  # type: ignore[assignment]
         job = MeasureJob(problem, 16, (), again=again, quick=short)
-        found = bench._rounds([object(), object()], 10_000.0, (5, 20), job)  # type: ignore[list-item]
+        rounds = bench._rounds([object(), object()], 10_000.0, (5, 20), job)  # type: ignore[list-item]
         assert clock.rounds == [1, wanted]
-        assert [len(row) for row in found] == [wanted, wanted]
+        assert [len(row) for row in rounds] == [wanted, wanted]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 42])
 def test_nobody_has_the_same_one_before_it_each_time(count: int) -> None:
     rounds = 9
-    found = orders(count, rounds)
-    assert found == orders(count, rounds)
-    assert [sorted(one) for one in found] == [list(range(count))] * rounds
+    drawn = orders(count, rounds)
+    assert drawn == orders(count, rounds)
+    assert [sorted(order) for order in drawn] == [list(range(count))] * rounds
     for number in range(count):
-        places = [one.index(number) for one in found]
-        before = [one[place - 1] for one, place in zip(found, places, strict=True) if place]
-        after = [one[place + 1] for one, place in zip(found, places, strict=True) if place + 1 < count]
+        places = [order.index(number) for order in drawn]
+        before = [order[place - 1] for order, place in zip(drawn, places, strict=True) if place]
+        after = [order[place + 1] for order, place in zip(drawn, places, strict=True) if place + 1 < count]
         if count > 1:
             assert len(set(places)) > 1
             assert abs(len(before) - len(after)) <= rounds // 3

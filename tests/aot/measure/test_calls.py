@@ -1,4 +1,4 @@
-"""What is told to the runtime's launcher of a problem that is measured."""
+"""Arguments that the runtime's launcher gets for a problem that is measured."""
 
 from __future__ import annotations
 

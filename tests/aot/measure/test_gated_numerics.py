@@ -14,7 +14,9 @@ E, N, K = 16, 784, 512  # 392 columns of y: the last group of 64 is cut off
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-def made(M: int, layout: Layout, fusion: Fusion, device: torch.device) -> tuple[GatedNumericsCheck, Tensors, list[int]]:
+def check_and_inputs(
+    M: int, layout: Layout, fusion: Fusion, device: torch.device
+) -> tuple[GatedNumericsCheck, Tensors, list[int]]:
     problem = Problem(Op.FORWARD, DType.BF16, E, N, K, layout, fusion)
     w = weights(E, N, K, torch.bfloat16, device)
     w = w if layout is Layout.NK else w.view(E, K, N)
@@ -46,7 +48,7 @@ def made(M: int, layout: Layout, fusion: Fusion, device: torch.device) -> tuple[
 def test_rounding_is_no_mistake_and_eight_wrong_columns_are(
     device_type: str, layout: Layout, fusion: Fusion, M: int
 ) -> None:
-    judge, on, counts = made(M, layout, fusion, torch.device(device_type))
+    judge, on, counts = check_and_inputs(M, layout, fusion, torch.device(device_type))
     wanted = judge.reference(on, counts)
     assert wanted.shape == (M, N // 16)
     assert 2e-4 < judge.error(on, wanted) < 6e-3
@@ -67,14 +69,14 @@ def test_rounding_is_no_mistake_and_eight_wrong_columns_are(
 
 
 def test_a_part_that_was_never_stored_is_seen() -> None:
-    judge, on, counts = made(300, Layout.NK, Fusion.SILU, torch.device("cpu"))
+    judge, on, counts = check_and_inputs(300, Layout.NK, Fusion.SILU, torch.device("cpu"))
     wanted = judge.reference(on, counts)
     on.result[64:128, 64:128] = 0
     assert judge.error(on, wanted) == float("inf")
 
 
 def test_up_in_place_of_gate_is_seen() -> None:
-    judge, on, counts = made(300, Layout.NK, Fusion.SILU, torch.device("cpu"))
+    judge, on, counts = check_and_inputs(300, Layout.NK, Fusion.SILU, torch.device("cpu"))
     swapped = on.weights.roll(N // 2, 1)
     y = torch.empty_like(on.result)
     reference.rows(on.rows, swapped, torch.tensor(counts), y, M=300, layout=Layout.NK, silu=True)

@@ -17,9 +17,9 @@ def tiles(m_sizes: torch.Tensor, block: int) -> int:
 @pytest.mark.parametrize("E", [1, 2, 8, 16, 32, 60, 128, 256])
 @pytest.mark.parametrize("M", [1, 2, 8, 64, 1024, 4096])
 def test_every_row_falls_on_one_expert_and_the_same_again(E: int, M: int) -> None:
-    found = measured_routings(E, M)
-    assert len(found) == len(ROUTINGS)
-    for m_sizes, again in zip(found, measured_routings(E, M), strict=True):
+    routings = measured_routings(E, M)
+    assert len(routings) == len(ROUTINGS)
+    for m_sizes, again in zip(routings, measured_routings(E, M), strict=True):
         assert m_sizes.dtype == torch.int32
         assert m_sizes.shape == (E,)
         assert int(m_sizes.sum()) == M
@@ -28,7 +28,7 @@ def test_every_row_falls_on_one_expert_and_the_same_again(E: int, M: int) -> Non
 
 @pytest.mark.parametrize("E", [8, 32, 128])
 def test_a_routing_that_is_even_on_average_is_not_exactly_even(E: int) -> None:
-    """As many rows an expert as a tile has: if exactly, all would take one tile; of those drawn about half take two."""
+    """Experts get about as many rows as a tile has: exactly so many take one tile, of random ones half take two."""
     skewed, uniform = measured_routings(E, 128 * E)
     assert tiles(uniform, 128) > 1.25 * E
     assert int(uniform.min()) > 64
@@ -45,8 +45,8 @@ def test_both_together_weigh_tile_sizes_as_other_draws_do(rows: int) -> None:
     M = rows * E
     top_k = top_k_of(E, M)
     draws = [routed_rows(E, top_k, M // top_k, 100 + i, skew=(0.0, 0.3)[i % 2]) for i in range(20)]
-    typical = sum(tiles(one, 128) for one in draws) / sum(tiles(one, 64) for one in draws)
-    skewed, uniform = (tiles(one, 128) / tiles(one, 64) for one in measured_routings(E, M))
+    typical = sum(tiles(draw, 128) for draw in draws) / sum(tiles(draw, 64) for draw in draws)
+    skewed, uniform = (tiles(routing, 128) / tiles(routing, 64) for routing in measured_routings(E, M))
     assert abs((skewed * uniform) ** 0.5 / typical - 1) < 0.04
 
 
@@ -56,7 +56,7 @@ def test_skewed_rows_leave_experts_out_and_uniform_ones_do_not() -> None:
     assert int((uniform == 0).sum()) == 0
 
 
-@pytest.mark.parametrize("dtype", [one for one in DType if one.quantised])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype.quantised])
 def test_quantised_weights_are_prepared_finite_and_as_wide_as_others(dtype: DType) -> None:
     w = quantised_weights(2, 256, 384, dtype, "cpu")
     assert w.shape == (2, 256, 384)

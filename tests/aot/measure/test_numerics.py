@@ -98,7 +98,7 @@ def test_an_expert_without_rows_must_get_zeros() -> None:
     assert judge.error(on, wanted) == float("inf")
 
 
-@pytest.mark.parametrize("dtype", [one for one in DType if one.quantised and not one.quantises_x])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype.quantised and not dtype.quantises_x])
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER])
 def test_the_judge_takes_quantised_weights(dtype: DType, fusion: Fusion) -> None:
     count, N, K, M = 3, 256, 384, 50

@@ -55,13 +55,13 @@ def test_published_sizes() -> None:
 def test_the_table_is_sound() -> None:
     entries = catalogue()
     assert len(entries) > 80
-    every = [name for entry in entries.values() for name in (entry.id, *entry.aliases)]
-    assert len({name.lower() for name in every}) == len(every)
+    names = [name for entry in entries.values() for name in (entry.id, *entry.aliases)]
+    assert len({name.lower() for name in names}) == len(names)
     for name, entry in entries.items():
         assert name == entry.id
         assert entry.source in {"config", "class", "default"}
         assert entry.layer.contradictions() == []
-        assert all(one.count("/") == 1 for one in (entry.id, *entry.aliases))
+        assert all(alias.count("/") == 1 for alias in (entry.id, *entry.aliases))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -88,9 +88,9 @@ def test_the_flagships_are_found_planned_and_suggested(name: str, sizes: tuple[i
     assert match is not None
     layer = match.layers[0]
     assert (layer.E, layer.k, layer.H, layer.I) == sizes
-    degree = next(one for one in (8, 4, 2) if layer.E % one == 0)
+    degree = next(size for size in (8, 4, 2) if layer.E % size == 0)
     built = plan(load_models([f"{name} ep={degree} ops=forward tokens=1..1024"]).shapes)
-    assert {(one.E, one.N, one.K) for one in built.problems} == {
+    assert {(problem.E, problem.N, problem.K) for problem in built.problems} == {
         (layer.E // degree, (2 if layer.gated else 1) * layer.I, layer.H),
         (layer.E // degree, layer.H, layer.I),
     }
@@ -99,7 +99,7 @@ def test_the_flagships_are_found_planned_and_suggested(name: str, sizes: tuple[i
 
 def test_the_epilogue_with_silu_is_planned_for_no_other_activation() -> None:
     silu, limited, unknown = (
-        any(one.fusion & Fusion.SILU for one in plan(load_models([spec]).shapes).problems)
+        any(problem.fusion & Fusion.SILU for problem in plan(load_models([spec]).shapes).problems)
         for spec in (
             "Qwen/Qwen3-30B-A3B ops=forward",
             "DeepSeek-V4-Flash weights=bf16 ops=forward",
@@ -150,10 +150,10 @@ def test_an_alias_has_the_format_of_its_own_checkpoint() -> None:
 def test_a_model_has_all_its_kinds_of_experts() -> None:
     match = find("ERNIE-4.5-VL-28B-A3B-PT")
     assert match is not None
-    assert [(one.part, one.I) for one in match.layers] == [("", 1536), ("vision", 512)]
-    one = find("baidu/ERNIE-4.5-VL-28B-A3B-PT+vision")
-    assert one is not None
-    assert [layer.part for layer in one.layers] == ["vision"]
+    assert [(layer.part, layer.I) for layer in match.layers] == [("", 1536), ("vision", 512)]
+    entry = find("baidu/ERNIE-4.5-VL-28B-A3B-PT+vision")
+    assert entry is not None
+    assert [layer.part for layer in entry.layers] == ["vision"]
 
 
 def test_find_nothing() -> None:
@@ -166,7 +166,7 @@ def test_nearest() -> None:
     assert nearest_ids("Qwen/Qwen3-30B-A4B")[0] == "Qwen/Qwen3-30B-A3B"
     assert nearest_ids("gpt-oss-20")[0] == "openai/gpt-oss-20b"
     assert "mistralai/Mixtral-8x7B-v0.1" in nearest_ids("mixtral")
-    assert any("Mixtral" in one for one in nearest_ids("mixtrl"))
+    assert any("Mixtral" in name for name in nearest_ids("mixtrl"))
     assert nearest_ids("Qwen/Qwen3-Nxt")[0] == "Qwen/Qwen3-Next-80B-A3B-Instruct"
     assert nearest_ids("zzzzzzzz") == []
 

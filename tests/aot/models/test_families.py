@@ -69,21 +69,30 @@ def classes(kind: str) -> tuple[Any, list[Any]]:
     configs = importlib.import_module(f"transformers.models.{kind}.configuration_{kind}")
     modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     models: dict[Any, list[Any]] = {getattr(configs, name): [] for name in configs.__all__}
-    for one in vars(modeling).values():
-        if isinstance(one, type) and issubclass(one, transformers.PreTrainedModel) and one.config_class in models:
-            models[one.config_class].append(one)
-    whole = max(models, key=lambda one: (len(one.sub_configs), one.model_type == kind, len(models[one])))
+    for value in vars(modeling).values():
+        if isinstance(value, type) and issubclass(value, transformers.PreTrainedModel) and value.config_class in models:
+            models[value.config_class].append(value)
+    whole = max(
+        models,
+        key=lambda config_class: (
+            len(config_class.sub_configs),
+            config_class.model_type == kind,
+            len(models[config_class]),
+        ),
+    )
     return whole, models[whole]
 
 
-def made(kind: str) -> tuple[Any, Any]:
+def config_and_model(kind: str) -> tuple[Any, Any]:
     """A family's whole model on the meta device, with the sizes above where its class has them, and its config."""
     config_class, models = classes(kind)
     from transformers.initialization import no_init_weights
 
     config = config_class(**merged(sized(config_class), MORE.get(kind, {})))
-    models = [one for one in models if "PreTrained" not in one.__name__]
-    model_class = max(models, key=lambda one: ("ForCondition" in one.__name__, one.__name__.endswith("Model")))
+    models = [candidate for candidate in models if "PreTrained" not in candidate.__name__]
+    model_class = max(
+        models, key=lambda candidate: ("ForCondition" in candidate.__name__, candidate.__name__.endswith("Model"))
+    )
     with torch.device("meta"), no_init_weights():
         return model_class._from_config(config), config
 
@@ -92,30 +101,37 @@ def sized(config_class: Any) -> dict[str, Any]:
     """The fields that give the experts of a config, and of those inside it, sizes of ours."""
     plain = config_class().to_dict()
     sizes: dict[str, Any] = {}
-    if any(one in plain for one in EXPERTS):
+    if any(key in plain for key in EXPERTS):
         for names, value in ((EXPERTS, E), (PER_TOKEN, K), ((*WIDTHS, "intermediate_size"), WIDTH)):
-            name = next(one for one in names if one in plain)
+            name = next(key for key in names if key in plain)
             sizes[name] = [value + i for i in range(len(plain[name]))] if isinstance(plain[name], list) else value
     for name, inner in config_class.sub_configs.items():
-        if isinstance(plain.get(name), dict) and hasattr(inner, "sub_configs") and (found := sized(inner)):
-            sizes[name] = found
+        if isinstance(plain.get(name), dict) and hasattr(inner, "sub_configs") and (sized_inner := sized(inner)):
+            sizes[name] = sized_inner
     return sizes
 
 
-def merged(one: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    inner = {name: merged(one.get(name, {}), value) for name, value in more.items() if isinstance(value, dict)}
-    return {**one, **more, **inner}
+def merged(config: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {name: merged(config.get(name, {}), value) for name, value in more.items() if isinstance(value, dict)}
+    return {**config, **more, **inner}
 
 
 def experts_of(model: Any) -> Iterator[Experts]:
-    for one in model.modules():
-        if hasattr(one, "has_gate") and hasattr(one, "is_transposed"):
-            first = one.gate_up_proj if one.has_gate else one.up_proj
-            shapes = [tuple(w.shape) for w in (first, one.down_proj)]
-            if one.is_transposed:
+    for module in model.modules():
+        if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
+            first = module.gate_up_proj if module.has_gate else module.up_proj
+            shapes = [tuple(w.shape) for w in (first, module.down_proj)]
+            if module.is_transposed:
                 shapes = [(E, N, K) for E, K, N in shapes]
-            interleaved = one.has_gate and not one.is_concatenated
-            yield Experts(*shapes, one.has_gate, one.is_transposed, one.has_bias, interleaved, one.has_post_expert_norm)
+            interleaved = module.has_gate and not module.is_concatenated
+            yield Experts(
+                *shapes,
+                module.has_gate,
+                module.is_transposed,
+                module.has_bias,
+                interleaved,
+                module.has_post_expert_norm,
+            )
 
 
 def as_read(layer: ExpertLayer) -> Experts:
@@ -142,33 +158,33 @@ def test_every_family_with_the_interface_is_tried() -> None:
 
 @pytest.mark.parametrize("kind", INTERFACE)
 def test_experts_are_read_as_the_classes_build_them(kind: str) -> None:
-    model, config = made(kind)
+    model, config = config_and_model(kind)
     built = set(experts_of(model))
     assert built
-    assert {as_read(one) for one in read(config)} == built
+    assert {as_read(layer) for layer in read(config)} == built
 
 
 def test_zero_experts_have_rows_in_the_first_weights_alone() -> None:
-    model, config = made("longcat_flash")
+    model, config = config_and_model("longcat_flash")
     (layer,) = read(config)
-    shapes = {tuple(one.shape) for name, one in model.named_parameters() if ".experts." in name}
+    shapes = {tuple(parameter.shape) for name, parameter in model.named_parameters() if ".experts." in name}
     assert shapes == {as_read(layer).first, as_read(layer).second}
     assert as_read(layer).first[0] == E + layer.zero_experts > E
 
 
 def test_experts_in_attention_are_a_layer_of_their_own() -> None:
-    model, config = made("jetmoe")
+    model, config = config_and_model("jetmoe")
     mlp, attention = read(config)
     assert attention.part == "attention"
-    built = {tuple(one.shape) for name, one in model.named_parameters() if name.endswith("_linear.weight")}
-    assert built == {shape for one in (mlp, attention) for shape in (as_read(one).first, as_read(one).second)}
+    built = {tuple(parameter.shape) for name, parameter in model.named_parameters() if name.endswith("_linear.weight")}
+    assert built == {shape for module in (mlp, attention) for shape in (as_read(module).first, as_read(module).second)}
 
 
 def test_llama4_has_its_own_code_and_w_as_kn() -> None:
-    model, config = made("llama4")
+    model, config = config_and_model("llama4")
     (layer,) = read(config)
     first, second = as_read(layer).first, as_read(layer).second
-    built = {tuple(one.shape) for name, one in model.named_parameters() if ".experts." in name}
+    built = {tuple(parameter.shape) for name, parameter in model.named_parameters() if ".experts." in name}
     assert built == {(e, k, n) for e, n, k in (first, second)}
     assert Layout.KN in layer.layouts
 
@@ -206,6 +222,6 @@ def test_the_catalogue_has_each_family_s_flagship_and_its_class_s_sizes(kind: st
         return
     layers = layers_of(json.loads(classes(kind)[0]().to_json_string()), "c")[0]
     listed = match.layers
-    assert [replace(one, weights="", note="") for one in layers[: len(listed)]] == [
-        replace(one, weights="", note="") for one in listed
+    assert [replace(layer, weights="", note="") for layer in layers[: len(listed)]] == [
+        replace(layer, weights="", note="") for layer in listed
     ]

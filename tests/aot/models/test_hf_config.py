@@ -139,7 +139,10 @@ def tabled() -> Iterator[tuple[Mapping[str, object], ExpertLayer]]:
 
 
 FAMILIES: list[tuple[Mapping[str, object], ExpertLayer]] = [
-    *((mixtral_like(one), MIXTRAL) for one in ("mixtral", "phimoe", "granitemoe", "minimax", "minimax_m2")),
+    *(
+        (mixtral_like(model_type), MIXTRAL)
+        for model_type in ("mixtral", "phimoe", "granitemoe", "minimax", "minimax_m2")
+    ),
     (mixtral_like("granitemoeshared", shared_intermediate_size=1024), ExpertLayer(8, 2, 4096, 14336, 1024)),
     (
         {
@@ -164,8 +167,8 @@ FAMILIES: list[tuple[Mapping[str, object], ExpertLayer]] = [
     ),
     (QWEN3, QWEN3_LAYER),
     *(
-        (one, ExpertLayer(128, 8, 2048, 768, 512))
-        for one in with_types({**QWEN3, "shared_expert_intermediate_size": 512}, "qwen2_moe", "qwen3_next")
+        (config, ExpertLayer(128, 8, 2048, 768, 512))
+        for config in with_types({**QWEN3, "shared_expert_intermediate_size": 512}, "qwen2_moe", "qwen3_next")
     ),
     (
         {
@@ -192,8 +195,8 @@ FAMILIES: list[tuple[Mapping[str, object], ExpertLayer]] = [
     ),
     ({"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": QWEN3}}, QWEN3_LAYER),
     *(
-        (one, DEEPSEEK_LAYER)
-        for one in with_types(
+        (config, DEEPSEEK_LAYER)
+        for config in with_types(
             DEEPSEEK,
             "deepseek_v2",
             "deepseek_v3",
@@ -296,8 +299,8 @@ def test_two_kinds_of_experts_in_one_layer() -> None:
     text, vision = layers_of(ERNIE_VL, "c")[0]
     assert text == ExpertLayer(64, 6, 2560, 1536, 3072)
     assert vision == ExpertLayer(64, 6, 2560, 512, part="vision")
-    for one in ({"moe_num_experts": 64}, {"model_type": "ernie4_5_vl_moe", "moe_k": [6, 6]}):
-        assert layers_of({**ERNIE_VL, **one}, "c")[0] == (text, vision)
+    for change in ({"moe_num_experts": 64}, {"model_type": "ernie4_5_vl_moe", "moe_k": [6, 6]}):
+        assert layers_of({**ERNIE_VL, **change}, "c")[0] == (text, vision)
 
 
 def test_a_second_model_inside_has_its_experts_read() -> None:
@@ -331,14 +334,14 @@ def test_experts_whose_number_differs_between_layers() -> None:
     changes = {str(i): {"num_local_experts": E} for i, E in ((25, 4), (26, 8), (27, 8))}
     main, *vision = layers_of({**DEEPSEEK, "vision_config": {**tower, "per_layer_config": changes}}, "c")[0]
     assert main == DEEPSEEK_LAYER
-    assert [(one.part, one.E, one.I) for one in vision] == [
+    assert [(layer.part, layer.E, layer.I) for layer in vision] == [
         ("vision", 64, 2112),
         ("vision-E4", 4, 2112),
         ("vision-E8", 8, 2112),
     ]
     raw = {"embed_dim": 1536, "moe_intermediate_size": 2112, "pyramid_num_routed": [-1, -1, 4, 8, 8]}
     _, *vision = layers_of({**DEEPSEEK, "vision_config": raw}, "c")[0]
-    assert [(one.part, one.E, one.k, one.H) for one in vision] == [
+    assert [(layer.part, layer.E, layer.k, layer.H) for layer in vision] == [
         ("vision-E4", 4, 2, 1536),
         ("vision-E8", 8, 2, 1536),
     ]
@@ -400,10 +403,10 @@ def test_the_params_of_mistral(tmp_path: Path) -> None:
     }
     (tmp_path / "params.json").write_text(json.dumps(own))
     for path in (tmp_path, tmp_path / "params.json"):
-        found = read_model(path)
-        assert found.layers == (MIXTRAL,)
-        assert found.name == tmp_path.name  # as of a config.json
-        assert not found.remarks
+        model = read_model(path)
+        assert model.layers == (MIXTRAL,)
+        assert model.name == tmp_path.name  # as of a config.json
+        assert not model.remarks
     own["moe"] = {"num_experts_per_tok": 4, "num_experts": 128, "expert_hidden_dim": 4096, "num_shared_experts": 1}
     assert layers_of({**own, "dim": 7168}, "c")[0] == (ExpertLayer(128, 4, 7168, 4096, 4096),)
     with pytest.raises(InputError, match="looks dense"):
@@ -424,7 +427,7 @@ def test_sizes_of_each_layer(nested: bool) -> None:
     assert layers_of(config, "c")[0] == (ExpertLayer(128, 6, 2688, 1856, 1856, gated=False),)
     config["block_configs"] = [*dense, block(128, 1856), block(96, 1856), block(96, 1280), block(96, 1856)]
     layers = layers_of(config, "c")[0]
-    assert [(one.part, one.E, one.I) for one in layers] == [
+    assert [(layer.part, layer.E, layer.I) for layer in layers] == [
         ("layers1", 128, 1856),
         ("layers2", 96, 1856),
         ("layers3", 96, 1280),
@@ -510,7 +513,7 @@ def test_any_object_is_a_sound_layer_or_an_input_error(config: dict[str, object]
     except InputError:
         return
     assert layers
-    assert all(one.contradictions() == [] for one in layers)
+    assert all(layer.contradictions() == [] for layer in layers)
 
 
 def test_read_directory_and_file(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_a_file_of_models(tmp_path: Path) -> None:
         f"  {MINE} name=mine tokens=4..64 gated=0\r\n",
     )
     loaded = load_models([file])
-    assert [(one.name, one.tp, one.ep) for one in loaded.shapes] == [
+    assert [(shape.name, shape.tp, shape.ep) for shape in loaded.shapes] == [
         *(("Qwen/Qwen3-30B-A3B", tp, ep) for tp in (1, 2, 4) for ep in (1, 8)),
         ("mine", 1, 1),
     ]
@@ -55,14 +55,14 @@ def test_a_file_of_models(tmp_path: Path) -> None:
 
 
 def test_the_models_of_the_tests_on_a_gpu_have_every_dtype_and_layout() -> None:
-    every = plan(load_models([str(ROOT / "tests" / "gpu" / "gpu-models.txt")]).shapes)
-    problems = planned_on(every, [90]).problems
+    planned = plan(load_models([str(ROOT / "tests" / "gpu" / "gpu-models.txt")]).shapes)
+    problems = planned_on(planned, [90]).problems
     plain, quantised = (
-        {(one.dtype, one.layout) for one in problems if one.dtype.quantised is q} for q in (False, True)
+        {(problem.dtype, problem.layout) for problem in problems if problem.dtype.quantised is q} for q in (False, True)
     )
     assert plain == {(dtype, layout) for dtype in PLAIN_DTYPES for layout in (Layout.NK, Layout.KN)}
-    ordered = {one for one in DType if one.quantised}
-    stored = {one for one in DType if one.quantised and not one.quantises_x}
+    ordered = {dtype for dtype in DType if dtype.quantised}
+    stored = {dtype for dtype in DType if dtype.quantised and not dtype.quantises_x}
     assert quantised == {*itertools.product(ordered, [Layout.NK]), *itertools.product(stored, [Layout.STORED])}
 
 
@@ -80,8 +80,8 @@ def test_ops() -> None:
 
 def test_some_ops_of_each() -> None:
     shape = "shape:E=8,H=256,I=128,k=2"
-    (one,) = load_models([f"{shape} ops=forward,dX,dW"], only=[Op.FORWARD, Op.DX]).shapes
-    assert one.ops == (Op.FORWARD, Op.DX)
+    (loaded,) = load_models([f"{shape} ops=forward,dX,dW"], only=[Op.FORWARD, Op.DX]).shapes
+    assert loaded.ops == (Op.FORWARD, Op.DX)
     with pytest.raises(InputError, match=r"ops=dW: --ops forward leaves nothing of it"):
         load_models([f"{shape} ops=dW"], only=[Op.FORWARD])
 
@@ -92,9 +92,11 @@ def test_a_user_that_is_not_there_is_no_file(tmp_path: Path) -> None:
 
 
 def test_a_model_is_built_for_the_layouts_that_programs_hold_it_in() -> None:
-    both, *one = load_models(["openai/gpt-oss-20b", "gpt-oss-20b layout=nk tp=2", "gpt-oss-20b layout=kn tp=4"]).shapes
+    both, *alone = load_models(
+        ["openai/gpt-oss-20b", "gpt-oss-20b layout=nk tp=2", "gpt-oss-20b layout=kn tp=4"]
+    ).shapes
     assert both.layouts == (Layout.NK, Layout.KN)
-    assert [shape.layouts for shape in one] == [(Layout.NK,), (Layout.KN,)]
+    assert [shape.layouts for shape in alone] == [(Layout.NK,), (Layout.KN,)]
 
 
 def test_layouts() -> None:
@@ -122,7 +124,7 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "my model").mkdir()
     (tmp_path / "my model" / "config.json").write_text(json.dumps(QWEN3))
     file = written(tmp_path, "'my model' tp=2\n\"my model/config.json\" name=org/other\n")
-    assert [(one.name, one.tp) for one in load_models([file]).shapes] == [("my-model", 2), ("org/other", 1)]
+    assert [(shape.name, shape.tp) for shape in load_models([file]).shapes] == [("my-model", 2), ("org/other", 1)]
     monkeypatch.chdir(tmp_path)
     assert load_models(["'./my model'"]).shapes[0].I == 768
     assert load_models(["models.txt", "'my model/config.json' tp=4"]).shapes[-1].tp == 4
@@ -132,8 +134,8 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_config_given_as_a_path_is_no_file_of_specs(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
-    for value in (tmp_path, tmp_path / "config.json"):
-        (shape,) = load_models([str(value)]).shapes
+    for loaded in (tmp_path, tmp_path / "config.json"):
+        (shape,) = load_models([str(loaded)]).shapes
         assert (shape.E, shape.I) == (128, 768)
 
 
@@ -183,7 +185,7 @@ def test_so_is_a_checkpoint_by_its_config(tmp_path: Path) -> None:
 def test_whatever_the_sizes_the_published_format_is_built() -> None:
     """1440 is no multiple of 64: such codes are read as they are stored."""
     loaded = load_models(["openai/gpt-oss-20b tp=1,2"])
-    assert [(one.tp, one.dtypes, one.instead) for one in loaded.shapes] == [
+    assert [(shape.tp, shape.dtypes, shape.instead) for shape in loaded.shapes] == [
         (tp, (DType.MXFP4,), (DType.BF16,)) for tp in (1, 2)
     ]
     assert loaded.notes == ()
@@ -191,7 +193,9 @@ def test_whatever_the_sizes_the_published_format_is_built() -> None:
 
 def test_a_dtype_goes_before_the_format_and_is_reported() -> None:
     loaded = load_models(["deepseek-ai/DeepSeek-R1 dtype=fp16", "Qwen/Qwen3-30B-A3B-FP8 dtype=fp16"])
-    assert {(one.weights, one.dtypes, one.instead) for one in loaded.shapes} == {(("fp8_block",), (DType.FP16,), ())}
+    assert {(shape.weights, shape.dtypes, shape.instead) for shape in loaded.shapes} == {
+        (("fp8_block",), (DType.FP16,), ())
+    }
     assert loaded.notes == (
         "fp16 is built for deepseek-ai/DeepSeek-R1, Qwen/Qwen3-30B-A3B-FP8; weights=fp8_block builds the checkpoint's "
         "format",
@@ -199,24 +203,24 @@ def test_a_dtype_goes_before_the_format_and_is_reported() -> None:
 
 
 def test_weights_of_a_spec_go_before_the_checkpoint_s() -> None:
-    def told(spec: str) -> tuple[tuple[str, ...], tuple[DType, ...], int]:
+    def read_as(spec: str) -> tuple[tuple[str, ...], tuple[DType, ...], int]:
         loaded = load_models([spec])
         return loaded.shapes[0].weights, loaded.shapes[0].dtypes, len(loaded.notes)
 
-    assert told("deepseek-ai/DeepSeek-V3 weights=bf16") == (("bf16",), (DType.BF16,), 0)
-    assert told("deepseek-ai/DeepSeek-V3 weights=fp16") == (("fp16",), (DType.FP16,), 0)
-    assert told("deepseek-ai/DeepSeek-V3 dtype=fp16") == (("fp8_block",), (DType.FP16,), 1)
+    assert read_as("deepseek-ai/DeepSeek-V3 weights=bf16") == (("bf16",), (DType.BF16,), 0)
+    assert read_as("deepseek-ai/DeepSeek-V3 weights=fp16") == (("fp16",), (DType.FP16,), 0)
+    assert read_as("deepseek-ai/DeepSeek-V3 dtype=fp16") == (("fp8_block",), (DType.FP16,), 1)
     both = (("fp8_block", "bf16"), (DType.FP8_BLOCK, DType.FP8_BLOCK_A16, DType.BF16), 0)
-    assert told("deepseek-ai/DeepSeek-V3 weights=fp8_block,bf16") == both
-    assert told("Qwen/Qwen3-30B-A3B weights=mxfp4,nvfp4") == (("mxfp4", "nvfp4"), (DType.MXFP4, DType.NVFP4), 0)
-    twice = told("Qwen/Qwen3-30B-A3B weights=fp8_channel,fp8_channel_a16")
+    assert read_as("deepseek-ai/DeepSeek-V3 weights=fp8_block,bf16") == both
+    assert read_as("Qwen/Qwen3-30B-A3B weights=mxfp4,nvfp4") == (("mxfp4", "nvfp4"), (DType.MXFP4, DType.NVFP4), 0)
+    twice = read_as("Qwen/Qwen3-30B-A3B weights=fp8_channel,fp8_channel_a16")
     assert twice == (("fp8_channel", "fp8_channel_a16"), (DType.FP8_CHANNEL, DType.FP8_CHANNEL_A16), 0)
-    assert told("Qwen/Qwen3-30B-A3B weights=int4_g128_zp") == (("int4_g128_zp",), (DType.INT4_G128_ZP,), 0)
-    assert told(f"{MINE} weights=mxfp4 dtype=fp16") == (("mxfp4",), (DType.FP16,), 1)
-    assert told(f"{MINE} weights=int4_g128_zp dtype=fp16") == (("int4_g128_zp",), (DType.FP16,), 1)
+    assert read_as("Qwen/Qwen3-30B-A3B weights=int4_g128_zp") == (("int4_g128_zp",), (DType.INT4_G128_ZP,), 0)
+    assert read_as(f"{MINE} weights=mxfp4 dtype=fp16") == (("mxfp4",), (DType.FP16,), 1)
+    assert read_as(f"{MINE} weights=int4_g128_zp dtype=fp16") == (("int4_g128_zp",), (DType.FP16,), 1)
 
 
-@pytest.mark.parametrize("name", [name for name, one in PRECISIONS.items() if one.quantised])
+@pytest.mark.parametrize("name", [name for name, precision in PRECISIONS.items() if precision.quantised])
 def test_every_format_is_built_where_it_is_asked_for_whatever_the_sizes(name: str) -> None:
     for sizes in ("I=240", "I=256"):
         loaded = load_models([f"{MINE.replace('I=240', sizes)} weights={name} name=mine"])
@@ -243,7 +247,7 @@ def test_a_checkpoint_quantised_in_another_way_is_not_taken_for_fp8(tmp_path: Pa
 
 def test_every_kind_of_experts_is_built() -> None:
     shapes = load_models(["ERNIE-4.5-VL-28B-A3B-PT tp=1,2 ops=forward", "jetmoe/jetmoe-8b name=jet"]).shapes
-    assert [(one.name, one.I, one.tp, one.gated) for one in shapes] == [
+    assert [(shape.name, shape.I, shape.tp, shape.gated) for shape in shapes] == [
         ("baidu/ERNIE-4.5-VL-28B-A3B-PT", 1536, 1, True),
         ("baidu/ERNIE-4.5-VL-28B-A3B-PT", 1536, 2, True),
         ("baidu/ERNIE-4.5-VL-28B-A3B-PT+vision", 512, 1, True),
@@ -264,7 +268,7 @@ def test_sizes_that_nobody_published_are_reported(model: str) -> None:
 def test_a_shard_given_twice_counts_once(tmp_path: Path) -> None:
     file = written(tmp_path, f"{MINE} tp=1,2\n{MINE} tp=2,3\n")
     loaded = load_models([file])
-    assert [one.tp for one in loaded.shapes] == [1, 2, 3]
+    assert [shape.tp for shape in loaded.shapes] == [1, 2, 3]
     assert loaded.notes == (
         f"{file}:2: E16-H512-I240-k2 tp=2 ep=1 dtype=bf16 is there already ({file}:1); counted once",
     )
@@ -376,9 +380,9 @@ def test_a_dense_model(tmp_path: Path) -> None:
 def test_the_models_of_this_repository() -> None:
     loaded = load_models([str(ROOT / "models.txt")])
     assert {"Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3", "openai/gpt-oss-20b"} <= {
-        one.name for one in loaded.shapes
+        shape.name for shape in loaded.shapes
     }
-    built = {(one, dtype) for one in loaded.shapes for dtype in (*one.dtypes, *one.instead)}
+    built = {(shape, dtype) for shape in loaded.shapes for dtype in (*shape.dtypes, *shape.instead)}
     assert len(plan(loaded.shapes).models) == len(built)
 
 
@@ -390,10 +394,10 @@ def test_a_tab_ends_a_word_too(tmp_path: Path) -> None:
 
 def test_the_whole_catalogue_is_one_word() -> None:
     loaded = load_models(["catalogue dtype=fp16 tokens=1..64"])
-    assert {one.name for one in loaded.shapes} == {
+    assert {shape.name for shape in loaded.shapes} == {
         id_ for id_, entry in catalogue().items() if entry.source != "default"
     }
-    assert {(one.dtypes, one.tokens) for one in loaded.shapes} == {((DType.FP16,), (1, 64))}
+    assert {(shape.dtypes, shape.tokens) for shape in loaded.shapes} == {((DType.FP16,), (1, 64))}
     for same in ('"catalogue" tp=2', "Catalogue tp=2"):
         assert load_models([same]).shapes == load_models(["catalogue tp=2"]).shapes
     assert mistakes("catalogue tp=2 name=all") == [

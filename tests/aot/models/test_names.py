@@ -104,8 +104,8 @@ def test_a_cache_without_its_blobs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     blob = tmp_path / "models--me--tuned" / "blobs" / "0123"
     folder = tmp_path / "models--me--tuned" / "snapshots" / "aaa"
-    for one in (blob, folder / "x"):
-        one.parent.mkdir(parents=True)
+    for path in (blob, folder / "x"):
+        path.parent.mkdir(parents=True)
     (folder / "config.json").symlink_to("../../blobs/0123")
     again = r"a link to '../../blobs/0123', which is not there. Download it again: hf download me/tuned config.json"
     for word in ("me/tuned", str(folder), str(folder / "config.json")):

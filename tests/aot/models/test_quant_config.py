@@ -194,9 +194,9 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published(name: str) -> None:
     quantised, wanted = PUBLISHED[name]
-    found = expert_weights({"quantization_config": quantised}, "c", layers=61)
-    assert found is not None
-    assert (found.format, found.remarks) == (wanted, ())
+    stored = expert_weights({"quantization_config": quantised}, "c", layers=61)
+    assert stored is not None
+    assert (stored.format, stored.remarks) == (wanted, ())
 
 
 def test_nothing_is_said() -> None:
@@ -205,9 +205,9 @@ def test_nothing_is_said() -> None:
 
 
 def test_the_older_name_of_the_field() -> None:
-    found = expert_weights({"compression_config": PUBLISHED["GLM-4.6-FP8"][0]}, "c")
-    assert found is not None
-    assert found.format == "fp8_channel"
+    stored = expert_weights({"compression_config": PUBLISHED["GLM-4.6-FP8"][0]}, "c")
+    assert stored is not None
+    assert stored.format == "fp8_channel"
 
 
 def test_modelopt_s_file_goes_first() -> None:
@@ -220,18 +220,18 @@ def test_modelopt_s_file_goes_first() -> None:
             "exclude_modules": ["lm_head", "model.layers.0*", "model.layers.1.mlp.gate", "model.layers.61*"],
         },
     }
-    found = expert_weights({"quantization_config": FP8}, "c", 61, beside)
-    assert found is not None
-    assert found.format == "nvfp4"
-    assert found.remarks == ("c: the experts of layers 0 are left out of nvfp4: they are bf16",)
+    stored = expert_weights({"quantization_config": FP8}, "c", 61, beside)
+    assert stored is not None
+    assert stored.format == "nvfp4"
+    assert stored.remarks == ("c: the experts of layers 0 are left out of nvfp4: they are bf16",)
 
 
 def test_deepseek_v4_has_its_experts_apart() -> None:
     config = {"expert_dtype": "fp4", "quantization_config": {**FP8, "scale_fmt": "ue8m0"}}
-    found = expert_weights(config, "c", layers=43)
-    assert found is not None
-    assert found.format == "mxfp4"
-    (remark,) = found.remarks
+    stored = expert_weights(config, "c", layers=43)
+    assert stored is not None
+    assert stored.format == "mxfp4"
+    (remark,) = stored.remarks
     assert "fp8 activations, scaled by 128 of K; here x is bf16" in remark
     base = expert_weights({**config, "expert_dtype": "fp8"}, "c")
     assert base is not None
@@ -250,10 +250,10 @@ def test_deepseek_v4_has_its_experts_apart() -> None:
     ],
 )
 def test_experts_that_are_left_out(out: Mapping[str, Any]) -> None:
-    found = expert_weights({"quantization_config": {**FP8, **out}}, "c", layers=4)
-    assert found is not None
-    assert found.format == "bf16"
-    assert found.remarks == ("c: the quantisation leaves the experts out: they are bf16",)
+    stored = expert_weights({"quantization_config": {**FP8, **out}}, "c", layers=4)
+    assert stored is not None
+    assert stored.format == "bf16"
+    assert stored.remarks == ("c: the quantisation leaves the experts out: they are bf16",)
 
 
 @pytest.mark.parametrize(
@@ -265,30 +265,30 @@ def test_experts_that_are_left_out(out: Mapping[str, Any]) -> None:
     ],
 )
 def test_experts_of_some_layers_are_left_out(out: Mapping[str, Any]) -> None:
-    found = expert_weights({"quantization_config": {**FP8, **out}}, "c", layers=20)
-    assert found is not None
-    assert found.format == "fp8_block"
-    assert found.remarks == ("c: the experts of layers 1, 3 are left out of fp8_block: they are bf16",)
+    stored = expert_weights({"quantization_config": {**FP8, **out}}, "c", layers=20)
+    assert stored is not None
+    assert stored.format == "fp8_block"
+    assert stored.remarks == ("c: the experts of layers 1, 3 are left out of fp8_block: they are bf16",)
 
 
 @pytest.mark.parametrize("word", ["mlp.gate", "gate", "shared_experts", "model.layers.0.mlp.shared_expert", "visual"])
 def test_words_beside_the_experts_leave_them_in(word: str) -> None:
-    found = expert_weights({"quantization_config": {**FP8, "modules_to_not_convert": [word]}}, "c", layers=2)
-    assert found is not None
-    assert (found.format, found.remarks) == ("fp8_block", ())
+    stored = expert_weights({"quantization_config": {**FP8, "modules_to_not_convert": [word]}}, "c", layers=2)
+    assert stored is not None
+    assert (stored.format, stored.remarks) == ("fp8_block", ())
 
 
 def test_the_group_that_names_the_experts_goes_before_that_of_all_layers() -> None:
     config = compressed(weights(8, "float", "channel"), DYNAMIC)
     group = {"targets": [r"re:.*mlp\.experts.*"], "weights": weights(4, "float", "tensor_group", group_size=16)}
     config["config_groups"]["group_1"] = group
-    found = expert_weights({"quantization_config": config}, "c")
-    assert found is not None
-    assert found.format == "nvfp4"
+    stored = expert_weights({"quantization_config": config}, "c")
+    assert stored is not None
+    assert stored.format == "nvfp4"
     config["config_groups"] = {"group_0": {**group, "targets": ["re:.*self_attn.*"]}}
-    found = expert_weights({"quantization_config": config}, "c")
-    assert found is not None
-    assert found.format == "bf16"
+    stored = expert_weights({"quantization_config": config}, "c")
+    assert stored is not None
+    assert stored.format == "bf16"
 
 
 GPTQ = {"bits": 4, "group_size": 128, "quant_method": "gptq", "sym": True}
@@ -324,9 +324,9 @@ ROUND = {**GPTQ, "quant_method": "auto-round"}
             {
                 **ROUND,
                 "extra_config": {
-                    f"model.layers.7.mlp.experts.{e}.{one}": {"bits": 2}
+                    f"model.layers.7.mlp.experts.{e}.{name}": {"bits": 2}
                     for e in range(4)
-                    for one in ("gate_proj", "up_proj", "down_proj")
+                    for name in ("gate_proj", "up_proj", "down_proj")
                 },
             },
             "int4_g128",
@@ -340,9 +340,9 @@ ROUND = {**GPTQ, "quant_method": "auto-round"}
     ],
 )
 def test_settings_of_single_modules(quantised: Mapping[str, Any], format: str, remarks: tuple[str, ...]) -> None:
-    found = expert_weights({"quantization_config": quantised}, "c", layers=20, experts=4)
-    assert found is not None
-    assert (found.format, found.remarks) == (format, tuple(f"c: {one}" for one in remarks))
+    stored = expert_weights({"quantization_config": quantised}, "c", layers=20, experts=4)
+    assert stored is not None
+    assert (stored.format, stored.remarks) == (format, tuple(f"c: {remark}" for remark in remarks))
 
 
 def test_groups_of_some_layers() -> None:
@@ -351,10 +351,10 @@ def test_groups_of_some_layers() -> None:
         "targets": [r"re:.*layers\.[2-4]\..*experts.*"],
         "weights": weights(4, "float", "tensor_group", group_size=16),
     }
-    found = expert_weights({"quantization_config": config}, "c", layers=9)
-    assert found is not None
-    assert found.format == "fp8_channel"
-    assert found.remarks == ("c: the experts of layers 2, 3, 4 are nvfp4, not fp8_channel",)
+    stored = expert_weights({"quantization_config": config}, "c", layers=9)
+    assert stored is not None
+    assert stored.format == "fp8_channel"
+    assert stored.remarks == ("c: the experts of layers 2, 3, 4 are nvfp4, not fp8_channel",)
 
 
 @pytest.mark.parametrize("place", [("text_config",), ("thinker_config", "text_config"), ("llm_config",)])
@@ -363,15 +363,15 @@ def test_a_composite_models_config(place: tuple[str, ...]) -> None:
     config: dict[str, Any] = {"quantization_config": PUBLISHED["Kimi-K2-Thinking"][0]}
     for key in place:
         config = {"model_type": "x", key: config}
-    found = expert_weights(config, "c", layers=61)
-    assert found is not None
-    assert found.format == "int4_g32"
+    stored = expert_weights(config, "c", layers=61)
+    assert stored is not None
+    assert stored.format == "int4_g32"
     inner: dict[str, Any] = {"expert_dtype": "fp4"}
     for key in place:
         inner = {key: inner}
-    found = expert_weights({**inner, "quantization_config": FP8}, "c")  # DeepSeek-V4's word inside, its config outside
-    assert found is not None
-    assert found.format == "mxfp4"
+    stored = expert_weights({**inner, "quantization_config": FP8}, "c")  # DeepSeek-V4's word inside, its config outside
+    assert stored is not None
+    assert stored.format == "mxfp4"
 
 
 @pytest.mark.parametrize(
@@ -427,10 +427,10 @@ VALUES = st.recursive(
 @given(st.dictionaries(WORDS, VALUES, max_size=8))
 def test_any_object_is_a_format_or_an_input_error(quantised: dict[str, object]) -> None:
     try:
-        found = expert_weights({"quantization_config": quantised}, "c", layers=3)
+        stored = expert_weights({"quantization_config": quantised}, "c", layers=3)
     except InputError:
         return
-    assert found is None or found.format
+    assert stored is None or stored.format
 
 
 LAYERS = 4
@@ -480,7 +480,7 @@ def test_each_part_of_a_name_is_meant() -> None:
         for parts in (name.split(".") for name in experts(layer)):
             slices |= {".".join(parts[i:j]) for i, j in itertools.combinations(range(len(parts) + 1), 2)}
         assert slices == quant_config._parts(layer)
-        assert all(f".{one}." in lines for one in slices)
+        assert all(f".{part}." in lines for part in slices)
 
 
 def test_what_is_no_regular_expression() -> None:
@@ -490,7 +490,7 @@ def test_what_is_no_regular_expression() -> None:
 
 @pytest.mark.parametrize("end", ["self_attn*", "mlp.experts*"])
 def test_globs_of_each_layer_take_little(end: str) -> None:
-    """As checkpoints of more than a hundred layers list them: within the time that there is."""
+    """Checkpoints of more than a hundred layers list such globs: they are read within the time limit."""
     ends = ("self_attn*", "mlp.gate*", "mlp.shared_experts*", end)
-    names = [f"model.layers.{layer}.{one}" for layer in range(118) for one in ends]
+    names = [f"model.layers.{layer}.{end}" for layer in range(118) for end in ends]
     assert left_out(names, 118, "c") == (list(range(118)) if "mlp.experts*" in ends else [])

@@ -47,17 +47,17 @@ def test_shared_experts_are_on_every_rank() -> None:
 def test_a_low_rank_part_has_a_few_variants_of_each_product_and_no_problem() -> None:
     of_all = replace(QWEN3, ops=(Op.FORWARD, Op.DX, Op.DW))
     problems = plan([of_all]).problems
-    assert not any(Fusion.LOW_RANK in one.fusion for one in problems)
+    assert not any(Fusion.LOW_RANK in problem.fusion for problem in problems)
     for sm in supported():
         low = low_rank_specs(problems, sm, Pool())
-        forms = {(one.op, one.fusion & ~Fusion.LOW_RANK) for one in low}
-        assert forms == {(op, one) for op in (Op.FORWARD, Op.DX) for one in (Fusion.NONE, Fusion.GATHER)}
+        forms = {(spec.op, spec.fusion & ~Fusion.LOW_RANK) for spec in low}
+        assert forms == {(op, fusion) for op in (Op.FORWARD, Op.DX) for fusion in (Fusion.NONE, Fusion.GATHER)}
         assert len(low) <= 12 * len(forms)
-        assert {one.dtype for one in low} == {DType.BF16}
-        heights = {one.config.block_m for one in low if one.op is Op.DX}
+        assert {spec.dtype for spec in low} == {DType.BF16}
+        heights = {spec.config.block_m for spec in low if spec.op is Op.DX}
         assert min(heights) <= 32 <= 128 <= max(heights)
         assert to_compile(problems, sm, Pool()) == tuple(
-            one for one in to_compile(problems, sm, Pool(), low_rank=True) if one not in low
+            spec for spec in to_compile(problems, sm, Pool(), low_rank=True) if spec not in low
         )
         assert not set(low) & set(specs(problems, sm, Pool()))
     halves = replace(of_all, dtypes=(DType.FP16,))
@@ -87,45 +87,52 @@ def test_rows() -> None:
 
 
 def test_forward_problems_and_buckets() -> None:
-    made = plan([replace(QWEN3, tokens=(1, 100))])
+    planned = plan([replace(QWEN3, tokens=(1, 100))])
     first = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048)
     second = Problem(Op.FORWARD, DType.BF16, 128, 2048, 768)
     gathers, scatters = first._replace(fusion=Fusion.GATHER), second._replace(fusion=Fusion.SCATTER)
-    assert made.problems == (first, gathers, second, scatters)
-    assert set(made.buckets.values()) == {(8, 16, 32, 64, 128, 256, 512, 1024)}
-    assert made.choices == 32
-    (model,) = made.models
+    assert planned.problems == (first, gathers, second, scatters)
+    assert set(planned.buckets.values()) == {(8, 16, 32, 64, 128, 256, 512, 1024)}
+    assert planned.choices == 32
+    (model,) = planned.models
     assert (model.name, model.tp, model.ep, model.top_k) == ("Qwen/Qwen3-30B-A3B", 1, 1, 8)
     assert model.dtype is DType.BF16
     assert model.problems == (first, gathers, second, scatters)
 
 
 def test_every_op_and_dtype() -> None:
-    made = plan([replace(QWEN3, ops=tuple(Op), dtypes=(DType.BF16, DType.FP32, DType.TF32))])
-    gated = {one for one in made.problems if Fusion.SILU in one.fusion}
-    assert {one.dtype for one in gated} == {DType.BF16}  # see build/test_gated.py
-    made = made.without(gated)
-    assert len(made.problems) == (4 + 4 + 2) * 3
-    assert {(one.op, one.dtype) for one in made.problems} == {
+    planned = plan([replace(QWEN3, ops=tuple(Op), dtypes=(DType.BF16, DType.FP32, DType.TF32))])
+    gated = {problem for problem in planned.problems if Fusion.SILU in problem.fusion}
+    assert {problem.dtype for problem in gated} == {DType.BF16}  # see build/test_gated.py
+    planned = planned.without(gated)
+    assert len(planned.problems) == (4 + 4 + 2) * 3
+    assert {(problem.op, problem.dtype) for problem in planned.problems} == {
         (op, dtype) for op in Op for dtype in (DType.BF16, DType.FP32, DType.TF32)
     }
-    assert {(one.E, one.N, one.K) for one in made.problems} == {(128, 1536, 2048), (128, 2048, 768)}
-    assert [model.dtype for model in made.models] == [DType.BF16, DType.FP32, DType.TF32]
-    assert all(len(model.problems) == 10 for model in made.models)
-    assert set(made.buckets.values()) == {tuple(1 << power for power in range(3, 20))}  # the same for every op
+    assert {(problem.E, problem.N, problem.K) for problem in planned.problems} == {(128, 1536, 2048), (128, 2048, 768)}
+    assert [model.dtype for model in planned.models] == [DType.BF16, DType.FP32, DType.TF32]
+    assert all(len(model.problems) == 10 for model in planned.models)
+    assert set(planned.buckets.values()) == {tuple(1 << power for power in range(3, 20))}  # the same for every op
 
 
 def test_rows_are_moved_where_a_layer_moves_them() -> None:
     first, second = QWEN3.gemms()
-    made = plan([replace(QWEN3, ops=tuple(Op))]).problems
-    moved = {(one.op, one.N, one.K): one.fusion for one in made if one.fusion and Fusion.SILU not in one.fusion}
+    problems = plan([replace(QWEN3, ops=tuple(Op))]).problems
+    moved = {
+        (problem.op, problem.N, problem.K): problem.fusion
+        for problem in problems
+        if problem.fusion and Fusion.SILU not in problem.fusion
+    }
     assert moved == {
         (Op.FORWARD, first.N, first.K): Fusion.GATHER,  # x, by token
         (Op.FORWARD, second.N, second.K): Fusion.SCATTER,  # y, to its token
         (Op.DX, second.N, second.K): Fusion.GATHER,  # dy, by token
         (Op.DX, first.N, first.K): Fusion.SCATTER,  # dx, to its token
     }
-    assert all(one.top_k == 0 and one.fusion is code_of(one.op, one.fusion) for one in plan([QWEN3]).problems)
+    assert all(
+        problem.top_k == 0 and problem.fusion is code_of(problem.op, problem.fusion)
+        for problem in plan([QWEN3]).problems
+    )
 
 
 def test_layouts() -> None:
@@ -133,13 +140,13 @@ def test_layouts() -> None:
     kn = plan([replace(few, ops=tuple(Op), layouts=(Layout.KN,))])
     nk = plan([replace(few, ops=tuple(Op))])
     both = plan([replace(few, ops=tuple(Op), layouts=(Layout.NK, Layout.KN))])
-    assert {one.layout for one in kn.problems if one.op is not Op.DW} == {Layout.KN}
-    assert {one._replace(layout=Layout.NK) for one in kn.problems if one.op is not Op.DW} == {
-        one for one in nk.problems if one.op is not Op.DW
+    assert {problem.layout for problem in kn.problems if problem.op is not Op.DW} == {Layout.KN}
+    assert {problem._replace(layout=Layout.NK) for problem in kn.problems if problem.op is not Op.DW} == {
+        problem for problem in nk.problems if problem.op is not Op.DW
     }
     # dw [E, K, N] is dW with x and dy exchanged
-    assert {(one.N, one.K, one.layout) for one in kn.problems if one.op is Op.DW} == {
-        (one.K, one.N, Layout.NK) for one in nk.problems if one.op is Op.DW
+    assert {(problem.N, problem.K, problem.layout) for problem in kn.problems if problem.op is Op.DW} == {
+        (problem.K, problem.N, Layout.NK) for problem in nk.problems if problem.op is Op.DW
     }
     assert set(both.problems) == {*kn.problems, *nk.problems}
     assert len(both.models) == 1
@@ -147,24 +154,24 @@ def test_layouts() -> None:
 
 def test_shared_problems_are_there_once() -> None:
     twin = replace(QWEN3, name="twin", tokens=(1, 1))
-    made = plan([replace(QWEN3, tokens=(64, 64)), twin])
-    assert len(made.problems) == 4
-    assert set(made.buckets.values()) == {(8, 512)}
-    assert [model.name for model in made.models] == ["Qwen/Qwen3-30B-A3B", "twin"]
+    planned = plan([replace(QWEN3, tokens=(64, 64)), twin])
+    assert len(planned.problems) == 4
+    assert set(planned.buckets.values()) == {(8, 512)}
+    assert [model.name for model in planned.models] == ["Qwen/Qwen3-30B-A3B", "twin"]
 
 
 def test_one_model_in_two_specs_is_one_model() -> None:
-    made = plan([replace(QWEN3, ops=(Op.FORWARD,)), replace(QWEN3, ops=(Op.DX,))])
-    (model,) = made.models
+    planned = plan([replace(QWEN3, ops=(Op.FORWARD,)), replace(QWEN3, ops=(Op.DX,))])
+    (model,) = planned.models
     assert {problem.op for problem in model.problems} == {Op.FORWARD, Op.DX}
 
 
 def test_order_of_input_does_not_matter() -> None:
     shapes = [replace(QWEN3, tp=tp, dtypes=dtypes) for tp in (2, 1) for dtypes in ((DType.FP16,), (DType.BF16,))]
-    one, other = plan(shapes), plan(shapes[::-1])
-    assert list(one.buckets.items()) == list(other.buckets.items())
-    assert one.models == other.models
-    assert list(one.problems) == sorted(one.problems, key=lambda problem: problem.sort_key)
+    first, other = plan(shapes), plan(shapes[::-1])
+    assert list(first.buckets.items()) == list(other.buckets.items())
+    assert first.models == other.models
+    assert list(first.problems) == sorted(first.problems, key=lambda problem: problem.sort_key)
 
 
 def test_nothing() -> None:
@@ -196,29 +203,29 @@ def test_contradictions(change: dict[str, object], message: str) -> None:
 
 
 def test_unaligned_shards_are_reported() -> None:
-    def told(*specs: str) -> list[str]:
+    def names_of(*specs: str) -> list[str]:
         return [*unaligned(load_models(specs).shapes)]
 
-    assert told("shape:E=8,H=1024,I=1000,k=2 tp=1,8 dtype=bf16,fp16 name=mine") == [
+    assert names_of("shape:E=8,H=1024,I=1000,k=2 tp=1,8 dtype=bf16,fp16 name=mine") == [
         "mine tp=8 ep=1 dtype=bf16,fp16: rows of gate_up (N=250, K=1024) and down (N=1024, K=125) are no multiples of "
         "8 elements (16 bytes): only fallback kernels, which are slower, run them; tp=1,5 would have none"
     ]
-    assert told("shape:E=8,H=1024,I=1000,k=2 tp=2,125 dtype=fp32", "shape:E=8,H=100,I=64,k=2 gated=0") == [
+    assert names_of("shape:E=8,H=1024,I=1000,k=2 tp=2,125 dtype=fp32", "shape:E=8,H=100,I=64,k=2 gated=0") == [
         "E8-H100-I64-k2 tp=1 ep=1 dtype=bf16: rows of up (N=64, K=100) and down (N=100, K=64) are no multiples of 8 "
         "elements (16 bytes): only fallback kernels, which are slower, run them; padded weights would have none"
     ]
-    (note,) = told("shape:E=8,H=1024,I=1440,k=2 tp=8")  # N = 360 of gate and up together, K = 180 of down
+    (note,) = names_of("shape:E=8,H=1024,I=1440,k=2 tp=8")  # N = 360 of gate and up together, K = 180 of down
     assert note.startswith("E8-H1024-I1440-k2 tp=8 ep=1 dtype=bf16: rows of down (N=1024, K=180) are no multiples")
 
 
 def test_zero_experts_have_a_first_gemm_of_their_own_on_one_rank() -> None:
     (whole, split) = load_models(["meituan-longcat/LongCat-Flash-Chat ep=1,8 ops=forward"]).shapes
-    plain = {(one.E, one.N) for one in plan([whole]).problems if one.fusion is Fusion.NONE}
+    plain = {(problem.E, problem.N) for problem in plan([whole]).problems if problem.fusion is Fusion.NONE}
     assert plain == {(512, 4096), (512, 6144), (768, 4096)}
-    assert {one.E for one in plan([split]).problems} == {64}
+    assert {problem.E for problem in plan([split]).problems} == {64}
 
 
-QUANTISED = [one for one in DType if one.quantised and not one.quantises_x]
+QUANTISED = [dtype for dtype in DType if dtype.quantised and not dtype.quantises_x]
 
 
 def quantised_problems(dtype: DType, sm: int, *ops: Op, **changes: object) -> tuple[Problem, ...]:
@@ -229,21 +236,21 @@ def quantised_problems(dtype: DType, sm: int, *ops: Op, **changes: object) -> tu
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_of_quantised_weights_the_forward_and_dx_are_built_as_a_capability_reads_them(dtype: DType) -> None:
     shape = replace(QWEN3, dtypes=(dtype,), ops=tuple(Op), tokens=(1, 64))
-    made = planned_on(plan([shape]), [80])
+    planned = planned_on(plan([shape]), [80])
     moves = {Op.FORWARD: (Fusion.GATHER, Fusion.SCATTER), Op.DX: (Fusion.SCATTER, Fusion.GATHER)}
-    assert set(made.problems) == {
+    assert set(planned.problems) == {
         Problem(op, dtype, 128, N, K, Layout.STORED, fusion)
         for op in moves
         for (N, K), moved in zip(((1536, 2048), (2048, 768)), moves[op], strict=True)
         for fusion in (Fusion.NONE, moved)
     }
-    assert set(made.buckets.values()) == {(8, 16, 32, 64, 128, 256, 512)}
-    (model,) = made.models
-    assert (model.dtype, model.problems) == (dtype, made.problems)
+    assert set(planned.buckets.values()) == {(8, 16, 32, 64, 128, 256, 512)}
+    (model,) = planned.models
+    assert (model.dtype, model.problems) == (dtype, planned.problems)
     assert plan([replace(shape, ops=(Op.DW,))]).problems == ()
     both = plan([replace(shape, layouts=(Layout.NK, Layout.KN))])
-    assert Layout.KN not in {one.layout for one in both.problems}
-    assert {one.layout for one in planned_on(plan([shape]), [90]).problems} == {Layout.NK}
+    assert Layout.KN not in {problem.layout for problem in both.problems}
+    assert {problem.layout for problem in planned_on(plan([shape]), [90]).problems} == {Layout.NK}
     assert len(planned_on(plan([shape]), [80, 90]).problems) == 16
 
 
@@ -267,12 +274,12 @@ def test_sizes_that_are_no_whole_blocks_are_read_as_they_are_stored(
     I: int,  # noqa: E741
     sizes: set[tuple[int, int]],
 ) -> None:
-    made = quantised_problems(dtype, 90, Op.FORWARD, H=H, I=I, pads=False)
-    ordered = {(one.N, one.K) for one in made if one.layout is Layout.NK}
-    stored = {(one.N, one.K) for one in made if one.layout is Layout.STORED}
+    problems = quantised_problems(dtype, 90, Op.FORWARD, H=H, I=I, pads=False)
+    ordered = {(problem.N, problem.K) for problem in problems if problem.layout is Layout.NK}
+    stored = {(problem.N, problem.K) for problem in problems if problem.layout is Layout.STORED}
     assert ordered == sizes
     assert stored == {(2 * I, H), (H, I)} - sizes
-    assert {one.fusion for one in made if one.layout is Layout.NK} == (
+    assert {problem.fusion for problem in problems if problem.layout is Layout.NK} == (
         {Fusion.NONE, Fusion.SCATTER} if sizes else set()
     )
 
@@ -281,8 +288,8 @@ def test_sizes_that_are_no_whole_blocks_are_read_as_they_are_stored(
 def test_more_experts_than_code_of_codes_counts_have_a_replacement(sm: int) -> None:
     """A layer of Kimi-K3 that is not split by experts has 896."""
     (whole, split) = load_models(["moonshotai/Kimi-K3 ep=1,8"]).shapes
-    assert {one.dtype for one in planned_on(plan([whole]), [sm]).problems} == {DType.BF16}
-    assert {one.dtype for one in planned_on(plan([split]), [sm]).problems} == {DType.MXFP4}
+    assert {problem.dtype for problem in planned_on(plan([whole]), [sm]).problems} == {DType.BF16}
+    assert {problem.dtype for problem in planned_on(plan([split]), [sm]).problems} == {DType.MXFP4}
     assert not quantised_problems(DType.MXFP4, sm, *Op, E=513)
     assert quantised_problems(DType.MXFP4, sm, *Op, E=512)
     (note,) = built_of_codes([whole], [sm])
@@ -310,37 +317,44 @@ def test_dw_alone_of_codes_is_refused() -> None:
 
 
 def test_where_there_is_no_such_code_nothing_is_planned_for_it() -> None:
-    made = plan([replace(QWEN3, dtypes=(DType.FP8_BLOCK, DType.BF16), tokens=(1, 8))])
-    assert {one.dtype for one in planned_on(made, [90]).problems} == {DType.FP8_BLOCK, DType.BF16}
-    assert {one.dtype for one in planned_on(made, [80, 86]).problems} == {DType.BF16}
-    assert DType.FP8_BLOCK in {one.dtype for one in planned_on(made, [80, 90]).problems}
+    planned = plan([replace(QWEN3, dtypes=(DType.FP8_BLOCK, DType.BF16), tokens=(1, 8))])
+    assert {problem.dtype for problem in planned_on(planned, [90]).problems} == {DType.FP8_BLOCK, DType.BF16}
+    assert {problem.dtype for problem in planned_on(planned, [80, 86]).problems} == {DType.BF16}
+    assert DType.FP8_BLOCK in {problem.dtype for problem in planned_on(planned, [80, 90]).problems}
 
 
 @pytest.mark.parametrize("format", ["fp8_block", "fp8_channel"])
 def test_codes_by_codes_are_planned_where_a_gpu_multiplies_them(format: str) -> None:
     """Of w as it is stored, in every form of a forward, on GPUs that multiply e4m3; 9.0 has those of w in order."""
-    made = plan([replace(QWEN3, dtypes=dtypes_of(format), weights=(format,), tokens=(1, 8))])
+    planned = plan([replace(QWEN3, dtypes=dtypes_of(format), weights=(format,), tokens=(1, 8))])
     for sm in (80, 86, 89, 100, 103, 120, 121):
         able = arch_of(sm).has(Feature.FP8)
-        of_both = [one for one in planned_on(made, [sm]).problems if one.dtype.quantises_x]
-        assert {(one.op, one.layout) for one in of_both} == ({(Op.FORWARD, Layout.STORED)} if able else set())
+        of_both = [problem for problem in planned_on(planned, [sm]).problems if problem.dtype.quantises_x]
+        assert {(problem.op, problem.layout) for problem in of_both} == (
+            {(Op.FORWARD, Layout.STORED)} if able else set()
+        )
         assert len(of_both) == (4 if able else 0)  # two products, plain and with rows moved
-        beside = {one.op for one in row_kernel_specs(planned_on(made, [sm]).problems, sm, Pool())}
+        beside = {spec.op for spec in row_kernel_specs(planned_on(planned, [sm]).problems, sm, Pool())}
         assert not beside & set(MAKES_CODES)
-        assert {one.dtype for one in planned_on(made, [sm]).models} == set(dtypes_of(format)[0 if able else 1 :])
-    on_hopper = {one.layout for one in planned_on(made, [90]).problems if one.dtype.quantises_x}
+        assert {model.dtype for model in planned_on(planned, [sm]).models} == set(dtypes_of(format)[0 if able else 1 :])
+    on_hopper = {problem.layout for problem in planned_on(planned, [90]).problems if problem.dtype.quantises_x}
     assert on_hopper == {Layout.NK}
 
 
 def test_a_spec_s_weights_are_what_is_planned() -> None:
     loaded = load_models(["shape:E=8,H=512,I=256,k=2 weights=mxfp4,fp8_block,bf16 ops=forward"])
-    made = plan(loaded.shapes)
-    assert {one.dtype for one in made.problems} == {DType.MXFP4, DType.FP8_BLOCK, DType.FP8_BLOCK_A16, DType.BF16}
+    planned = plan(loaded.shapes)
+    assert {problem.dtype for problem in planned.problems} == {
+        DType.MXFP4,
+        DType.FP8_BLOCK,
+        DType.FP8_BLOCK_A16,
+        DType.BF16,
+    }
     assert loaded.notes == ()
 
 
 def test_the_passes_of_quantised_weights_are_those_of_bf16() -> None:
-    quantised, plain = (plan([replace(QWEN3, dtypes=(one,))]).problems for one in (DType.MXFP4, DType.BF16))
+    quantised, plain = (plan([replace(QWEN3, dtypes=(dtype,))]).problems for dtype in (DType.MXFP4, DType.BF16))
     of_both = row_kernel_specs((*quantised, *plain), 90, Pool())
     assert row_kernel_specs(quantised, 90, Pool()) == row_kernel_specs(plain, 90, Pool()) == of_both
 
@@ -349,10 +363,13 @@ def test_row_kernels_of_new_weights_are_added_if_asked_for() -> None:
     problems = plan([replace(QWEN3, dtypes=(DType.MXFP4, DType.BF16))]).problems
     pool = Pool(new_weights=True)
     added = {
-        one for sm in (80, 90) for one in to_compile(problems, sm, pool) if one not in to_compile(problems, sm, Pool())
+        spec
+        for sm in (80, 90)
+        for spec in to_compile(problems, sm, pool)
+        if spec not in to_compile(problems, sm, Pool())
     }
     assert added == set(weight_specs((DType.MXFP4,)))
-    assert all(isinstance(one, RowOpSpec) for one in added)
+    assert all(isinstance(spec, RowOpSpec) for spec in added)
 
 
 def test_x_is_quantised_where_there_is_code_that_reads_it_so() -> None:
@@ -362,7 +379,7 @@ def test_x_is_quantised_where_there_is_code_that_reads_it_so() -> None:
         beside = set(row_kernel_specs(problems, 90, Pool())) - set(row_kernel_specs(problems, 80, Pool()))
         wanted = (code_ops.quantize, RowOp.ORDER_CODES, code_ops.activation)
         assert beside == {RowOpSpec(op, DType.BF16) for op in wanted}
-        only = tuple(one for one in problems if one.dtype is other)
+        only = tuple(problem for problem in problems if problem.dtype is other)
         assert row_kernel_specs(only, 90, Pool()) == row_kernel_specs(problems, 80, Pool())
 
 
@@ -375,17 +392,17 @@ def coded(*ops: Op) -> LayerShard:
 
 def test_a_capability_without_code_for_the_published_format_has_a_replacement() -> None:
     codes = DType.FP8_BLOCK  # of x, too: not every GPU multiplies them
-    made = plan([replace(coded(Op.FORWARD), dtypes=(codes,))])
-    assert {one.dtype for one in planned_on(made, [90]).problems} == {codes}
-    assert [one.dtype for one in planned_on(made, [90]).models] == [codes]
-    both = planned_on(made, [80, 90])
-    assert {one.dtype for one in both.problems} == {codes, DType.BF16}
+    planned = plan([replace(coded(Op.FORWARD), dtypes=(codes,))])
+    assert {problem.dtype for problem in planned_on(planned, [90]).problems} == {codes}
+    assert [model.dtype for model in planned_on(planned, [90]).models] == [codes]
+    both = planned_on(planned, [80, 90])
+    assert {problem.dtype for problem in both.problems} == {codes, DType.BF16}
     for sm in (80, 90):
-        assert planned_on(both, [sm]) == planned_on(made, [sm])
+        assert planned_on(both, [sm]) == planned_on(planned, [sm])
     lacking = [sm for sm in supported() if not candidates(Op.FORWARD, codes, sm)]
     assert 80 in lacking
     for sm in lacking:
-        (model,) = planned_on(made, [sm]).models
+        (model,) = planned_on(planned, [sm]).models
         assert model.dtype is DType.BF16
         assert set(model.problems) == set(
             planned_on(plan([replace(QWEN3, name="mine", ops=(Op.FORWARD,))]), [sm]).problems
@@ -394,8 +411,8 @@ def test_a_capability_without_code_for_the_published_format_has_a_replacement() 
 
 def test_what_replaces_one_spec_may_be_another_s_own() -> None:
     other = replace(QWEN3, ops=(Op.FORWARD,), dtypes=(DType.BF16,), tokens=(64, 64))
-    made = planned_on(plan([coded(Op.FORWARD), other]), [90])
-    plain = {one: buckets for one, buckets in made.buckets.items() if one.dtype is DType.BF16}
+    planned = planned_on(plan([coded(Op.FORWARD), other]), [90])
+    plain = {problem: buckets for problem, buckets in planned.buckets.items() if problem.dtype is DType.BF16}
     assert set(plain.values()) == {(512,)}, "none of the rows that mxfp4 has there"
 
 
@@ -403,8 +420,8 @@ def test_what_is_built_of_a_quantised_checkpoint_is_reported_in_a_line_each() ->
     wanted = [coded(Op.FORWARD), replace(coded(*Op), name="other"), replace(QWEN3, name="plain")]
     ops = [op for op in Op if candidates(op, DType.MXFP4, 90)]
     rest = " or ".join(op.value for op in Op if op not in ops)
-    told = [*built_of_codes(wanted, [90])]
-    assert told == [
+    notes = [*built_of_codes(wanted, [90])]
+    assert notes == [
         f"other: built as published, with mxfp4 weights, {' and '.join(op.value for op in ops)} only (no {rest} kernel "
         "reads them); weights=bf16 builds all in bf16, weights=mxfp4,bf16 builds both"
     ]
@@ -434,16 +451,16 @@ def test_widths_that_can_not_be_prepared_are_planned_padded(spec: str, width: in
     halves = 2 if shape.gated else 1
     sizes = {(halves * wide, shape.H), (shape.H, wide)}
     on_hopper = planned_on(plan(shapes), (90,)).problems
-    assert {(one.N, one.K) for one in on_hopper} == sizes
-    assert {one.layout for one in on_hopper} == {Layout.NK}
+    assert {(problem.N, problem.K) for problem in on_hopper} == sizes
+    assert {problem.layout for problem in on_hopper} == {Layout.NK}
     elsewhere = planned_on(plan(shapes), (80,)).problems  # no kernel reads prepared weights there
-    assert {(one.N, one.K) for one in elsewhere} == {(halves * width, shape.H), (shape.H, width)}
-    assert {one.layout for one in elsewhere} == {Layout.STORED}
-    (told,) = padded(shapes, (80, 90))
-    assert f": planned with I/tp={width} padded to {wide} ({wide / width - 1:.1%} more memory), so that " in told
+    assert {(problem.N, problem.K) for problem in elsewhere} == {(halves * width, shape.H), (shape.H, width)}
+    assert {problem.layout for problem in elsewhere} == {Layout.STORED}
+    (note,) = padded(shapes, (80, 90))
+    assert f": planned with I/tp={width} padded to {wide} ({wide / width - 1:.1%} more memory), so that " in note
     assert not [*padded(shapes, (80,))]
     own = replace(shape, pads=False)
-    assert {(one.N, one.K) for one in planned_on(plan([own]), (90,)).problems} == {
+    assert {(problem.N, problem.K) for problem in planned_on(plan([own]), (90,)).problems} == {
         (halves * width, shape.H),
         (shape.H, width),
     }
@@ -462,4 +479,4 @@ def test_other_widths_are_planned_as_they_are(spec: str) -> None:
     (shape,) = shapes = load_models([f"{spec} ops=forward"]).shapes
     assert not [*padded(shapes, (90,))]
     sizes = {(2 * shape.width, shape.H), (shape.H, shape.width)}
-    assert {(one.N, one.K) for one in planned_on(plan(shapes), (90,)).problems} == sizes
+    assert {(problem.N, problem.K) for problem in planned_on(plan(shapes), (90,)).problems} == sizes

@@ -47,12 +47,12 @@ def painted(page: Any, chart: str) -> float:
 
 def test_every_cell_is_drawn_and_the_slowest_beside_torch_is_first(browser: Any, report: Path) -> None:
     with shown(browser, report) as page:
-        known = cells_of(report.read_text(encoding="utf-8"))
-        gains = sorted(one["torch"] / one["us"] for one in known if one["torch"])
-        assert count(page, "#chart") == sum(bool(one["us"]) for one in known)  # the rest is missing
+        cells = cells_of(report.read_text(encoding="utf-8"))
+        gains = sorted(cell["torch"] / cell["us"] for cell in cells if cell["torch"])
+        assert count(page, "#chart") == sum(bool(cell["us"]) for cell in cells)  # the rest is missing
         assert count(page, "#torch") == len(gains)
         assert painted(page, "#chart") > painted(page, "#torch") > 0.01
-        assert f"{len(known):,} cells; " in page.text_content("#said")
+        assert f"{len(cells):,} cells; " in page.text_content("#said")
         head = page.locator("#rows th").all_text_contents()
         column = page.locator(f"#rows td:nth-child({head.index('x torch') + 1})").all_text_contents()
         assert column == [f"{gain:.2f}" for gain in gains[:50]]
@@ -62,22 +62,24 @@ def test_every_cell_is_drawn_and_the_slowest_beside_torch_is_first(browser: Any,
 
 def test_cells_are_filtered_sorted_and_told_in_other_units(browser: Any, report: Path) -> None:
     with shown(browser, report) as page:
-        known = cells_of(report.read_text(encoding="utf-8"))
-        product, form = known[0]["gemm"], "dX"
+        cells = cells_of(report.read_text(encoding="utf-8"))
+        product, form = cells[0]["gemm"], "dX"
         page.select_option("#gemm", label=product)
         page.select_option("#form", label=form)
         page.select_option("#gpu", label="NVIDIA H200")
         page.select_option("#order", label="longest time")
         page.select_option("#unit", label="microseconds")
-        mine = [one for one in known if (one["gemm"], one["form"], one["gpu"]) == (product, form, "NVIDIA H200")]
+        mine = [cell for cell in cells if (cell["gemm"], cell["form"], cell["gpu"]) == (product, form, "NVIDIA H200")]
         assert 10 < len(mine) < 50
         assert count(page, "#chart") == len(mine)
         assert page.text_content("#above").startswith("Microseconds")
         head = page.locator("#rows th").all_text_contents()
         assert "TFLOP/s" not in head
-        times = [float(one) for one in page.locator(f"#rows td:nth-child({head.index('us') + 1})").all_text_contents()]
+        times = [
+            float(text) for text in page.locator(f"#rows td:nth-child({head.index('us') + 1})").all_text_contents()
+        ]
         assert times == sorted(times, reverse=True)
-        assert times[0] == pytest.approx(max(one["us"] for one in mine), abs=0.06)
+        assert times[0] == pytest.approx(max(cell["us"] for cell in mine), abs=0.06)
         page.select_option("#unit", label="TFLOP/s")
         assert page.text_content("#above").startswith("TFLOP/s")
 
@@ -100,9 +102,9 @@ def test_a_desk_shows_every_column(browser: Any, report: Path) -> None:
     with shown(browser, report, 1280) as page:
         page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
         assert page.locator("table").count() >= 5
-        for one in page.locator("th, .wide td:last-child").all()[:200]:
-            box = one.bounding_box()
-            assert box["x"] + box["width"] <= 1280, one.text_content()
+        for element in page.locator("th, .wide td:last-child").all()[:200]:
+            box = element.bounding_box()
+            assert box["x"] + box["width"] <= 1280, element.text_content()
 
 
 @pytest.mark.parametrize("width", [1280, TELEPHONE])
@@ -112,7 +114,7 @@ def test_what_is_hidden_is_not_shown(browser: Any, tmp_path: Path, width: int) -
     path.write_text(written(read(str(BUNDLE.with_name("fp16-sm90.msgpack")), True, [], None, None)), encoding="utf-8")
     with shown(browser, path, width) as page:
         assert page.locator("[hidden]").count() > 0
-        assert not [one.inner_text() for one in page.locator("[hidden]").all() if one.is_visible()]
+        assert not [element.inner_text() for element in page.locator("[hidden]").all() if element.is_visible()]
         assert page.is_visible("#model")
         assert not page.is_visible("#gpu")
 
@@ -120,8 +122,8 @@ def test_what_is_hidden_is_not_shown(browser: Any, tmp_path: Path, width: int) -
 @pytest.mark.parametrize("width", [1200, TELEPHONE])
 def test_a_mark_that_is_pointed_at_says_what_it_is(browser: Any, report: Path, width: int) -> None:
     with shown(browser, report, width) as page:
-        known = cells_of(report.read_text(encoding="utf-8"))
-        beside = Counter(one["gemm"] for one in known if one["torch"] and one["form"] == "forward")
+        cells = cells_of(report.read_text(encoding="utf-8"))
+        beside = Counter(cell["gemm"] for cell in cells if cell["torch"] and cell["form"] == "forward")
         page.select_option("#gemm", label=beside.most_common(1)[0][0])
         page.select_option("#form", label="forward")
         page.select_option("#gpu", label="NVIDIA H200")
@@ -135,14 +137,16 @@ def test_a_mark_that_is_pointed_at_says_what_it_is(browser: Any, report: Path, w
             box = canvas.bounding_box()
             page.mouse.move(box["x"] + x + 1, box["y"] + y - 1)
             first, *rest = page.inner_text("#tip").splitlines()
-            (one,) = [
-                one for one in known if one["torch"] and first == f"{one['gemm']}, {one['form']}, M near {one['rows']}"
+            (cell,) = [
+                cell
+                for cell in cells
+                if cell["torch"] and first == f"{cell['gemm']}, {cell['form']}, M near {cell['rows']}"
             ]
             text = "\n".join(rest)
-            assert f"{one['us']:.{2 if one['us'] < 100 else 1}f} us measured on NVIDIA H200" in text
-            assert f"{one['flop'] / one['us']:.1f} TFLOP/s" in text
-            assert f"{100 * one['least'] / one['us']:.0f} % of the roofline" in text
-            assert f": {one['torch'] / one['us']:.2f} x" in text
+            assert f"{cell['us']:.{2 if cell['us'] < 100 else 1}f} us measured on NVIDIA H200" in text
+            assert f"{cell['flop'] / cell['us']:.1f} TFLOP/s" in text
+            assert f"{100 * cell['least'] / cell['us']:.0f} % of the roofline" in text
+            assert f": {cell['torch'] / cell['us']:.2f} x" in text
             ring = page.locator("#ring").bounding_box()
             assert abs(ring["x"] + ring["width"] / 2 - box["x"] - x) < 2
             assert abs(ring["y"] + ring["height"] / 2 - box["y"] - y) < 2
@@ -156,8 +160,8 @@ def test_a_mark_that_is_pointed_at_says_what_it_is(browser: Any, report: Path, w
 
 def luminance(colour: str) -> float:
     """WCAG's, of the browser's ``rgb(r, g, b)``."""
-    parts = [int(one) / 255 for one in colour.removeprefix("rgb(").removesuffix(")").split(",")]
-    linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts]
+    parts = [int(channel) / 255 for channel in colour.removeprefix("rgb(").removesuffix(")").split(",")]
+    linear = [channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4 for channel in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -172,8 +176,8 @@ def test_text_and_marks_stand_out_by_day_and_by_night(browser: Any, report: Path
         paper = colour("body", "backgroundColor")
         assert (paper < 0.05) == dark
 
-        def contrast(one: float) -> float:
-            return (max(one, paper) + 0.05) / (min(one, paper) + 0.05)
+        def contrast(luminance: float) -> float:
+            return (max(luminance, paper) + 0.05) / (min(luminance, paper) + 0.05)
 
         for text in (".headline", ".soft", "#rows td", "th", "summary"):
             assert contrast(colour(text)) > 4.5, text
@@ -186,14 +190,14 @@ def test_a_telephone_shows_it_without_scrolling_sideways(browser: Any, report: P
     """Wide tables scroll in themselves; the first columns of what is told of each op have the answer."""
     with shown(browser, report, TELEPHONE, dark=True) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= TELEPHONE
-        for one in page.locator("select:visible, svg, canvas, .headline, figcaption").all():
-            box = one.bounding_box()
+        for element in page.locator("select:visible, svg, canvas, .headline, figcaption").all():
+            box = element.bounding_box()
             assert box["x"] >= 0
             assert box["x"] + box["width"] <= TELEPHONE
         seen = [
-            one.text_content()
-            for one in page.locator("h2:has-text('At a glance') + .wide th").all()
-            if (box := one.bounding_box())["x"] + box["width"] <= TELEPHONE
+            heading.text_content()
+            for heading in page.locator("h2:has-text('At a glance') + .wide th").all()
+            if (box := heading.bounding_box())["x"] + box["width"] <= TELEPHONE
         ]
         assert {"op", "x torch", "worst", "% of the roofline, median"} <= set(seen)
         assert float(page.eval_on_selector("#rows td", "one => parseFloat(getComputedStyle(one).fontSize)")) >= 11

@@ -1,4 +1,4 @@
-"""What a report says, and that its page stands alone."""
+"""The contents of a report, and a page that needs no other file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def base(small_bundle) -> Bundle:
 
 @pytest.fixture(scope="module")
 def problem(base: Bundle) -> Problem:
-    return next(one for one in base.choices if one.N == 256 and not one.fusion)
+    return next(choice for choice in base.choices if choice.N == 256 and not choice.fusion)
 
 
 def journal(base: Bundle, *records: Measured | Failure, gpu: Gpu = A100) -> Contents:
@@ -64,15 +64,15 @@ def distinct(base: Bundle) -> Bundle:
     """With a cubin of its own for each variant: journals tell variants by their cubins alone."""
     cubins = tuple(cubin + bytes([i]) for i, cubin in enumerate(base.cubins))
     variants = tuple(
-        one._replace(cubin_bytes=len(cubin), cubin_sha256=hashlib.sha256(cubin).digest())
-        for one, cubin in zip(base.variants, cubins, strict=True)
+        variant._replace(cubin_bytes=len(cubin), cubin_sha256=hashlib.sha256(cubin).digest())
+        for variant, cubin in zip(base.variants, cubins, strict=True)
     )
     return base._replace(variants=variants, cubins=cubins)
 
 
 def the_cell(cells: list[Cell], problem: Problem, bucket: int) -> Cell:
-    (found,) = [cell for cell in cells if (cell.problem, cell.bucket) == (problem, bucket)]
-    return found
+    (shown,) = [cell for cell in cells if (cell.problem, cell.bucket) == (problem, bucket)]
+    return shown
 
 
 def test_the_roofline_by_hand() -> None:
@@ -100,19 +100,19 @@ def test_whose_figures_make_the_roofline() -> None:
 
 
 def test_a_bundle_alone(base: Bundle) -> None:
-    found = sheet("title", {}, base, [], None)
-    assert len(found.cells) == sum(map(len, base.choices.values()))
-    assert {cell.state for cell in found.cells} == {State.MODELLED}
-    for cell in found.cells:
-        choice = next(one for one in base.choices[cell.problem] if one.bucket == cell.bucket)
+    page = sheet("title", {}, base, [], None)
+    assert len(page.cells) == sum(map(len, base.choices.values()))
+    assert {cell.state for cell in page.cells} == {State.MODELLED}
+    for cell in page.cells:
+        choice = next(choice for choice in base.choices[cell.problem] if choice.bucket == cell.bucket)
         assert cell.time_us == choice.time_ns / 1e3
         assert cell.config == config_text(base.variants[choice.variant])
         assert cell.model_us == pytest.approx(cell.time_us, abs=1e-3), "the same model on the same chip"
         assert cell.roofline == roofline(cell.problem, cell.bucket, chip_for(80))
         assert cell.fraction == cell.roofline.least_us / cell.time_us
         assert (cell.against_torch, cell.model_ratio, cell.candidates) == (None, None, ())
-    assert found.chips == (chip_for(80),)
-    assert {gemm.key[:3] for gemm in found.gemms} == {(one.E, one.N, one.K) for one in base.choices}
+    assert page.chips == (chip_for(80),)
+    assert {gemm.key[:3] for gemm in page.gemms} == {(choice.E, choice.N, choice.K) for choice in base.choices}
 
 
 def test_what_is_missing(base: Bundle, problem: Problem) -> None:
@@ -122,11 +122,11 @@ def test_what_is_missing(base: Bundle, problem: Problem) -> None:
     missing = [cell for cell in sheet("t", {}, less, [], None).cells if cell.state is State.MISSING]
     assert [(cell.problem, cell.bucket) for cell in missing] == [(problem, gone)]
     wanted = plan(load_models(["shape:E=8,H=256,I=128,k=2 tokens=1..128 name=small"], (Op.FORWARD,)).shapes)
-    found = sheet("t", {}, base, [], wanted)
-    lacking = {(cell.problem, cell.bucket) for cell in found.cells if cell.state is State.MISSING}
-    assert lacking == {(one, 256) for one in wanted.problems}
-    assert found.models == wanted.models
-    cell = the_cell(found.cells, problem, 256)
+    page = sheet("t", {}, base, [], wanted)
+    lacking = {(cell.problem, cell.bucket) for cell in page.cells if cell.state is State.MISSING}
+    assert lacking == {(problem, 256) for problem in wanted.problems}
+    assert page.models == wanted.models
+    cell = the_cell(page.cells, problem, 256)
     assert math.isnan(cell.time_us)
     assert cell.roofline.least_us > 0
 
@@ -143,19 +143,19 @@ def test_measured_choices_are_held_against_their_own_gpu(base: Bundle, problem: 
 
 
 def test_a_cell_of_each_gpu_with_its_own_journal(distinct: Bundle, problem: Problem) -> None:
-    made = [chosen(distinct, {(problem, 2): (0, us * 1000, gpu)}) for us, gpu in ((3, A100), (2, H200))]
+    bundles = [chosen(distinct, {(problem, 2): (0, us * 1000, gpu)}) for us, gpu in ((3, A100), (2, H200))]
     journals = [
         journal(distinct, measured(distinct, problem, 2, [3_000, 4_000], None, torch=6_000)),
         journal(distinct, measured(distinct, problem, 2, [2_000, 2_500], None, torch=3_000), gpu=H200),
     ]
-    found = sheet("t", {}, merge({"a100": made[0], "h200": made[1]}).bundle, journals, None)
-    told = [(cell.gpu, cell.time_us, cell.torch_us) for cell in found.cells if cell.bucket == 2]
-    assert told == [(A100, 3.0, 6.0), (H200, 2.0, 3.0)]
-    text = page(found)
+    report_sheet = sheet("t", {}, merge({"a100": bundles[0], "h200": bundles[1]}).bundle, journals, None)
+    rows = [(cell.gpu, cell.time_us, cell.torch_us) for cell in report_sheet.cells if cell.bucket == 2]
+    assert rows == [(A100, 3.0, 6.0), (H200, 2.0, 3.0)]
+    text = page(report_sheet)
     assert packed(text)["gpus"] == [A100.name, H200.name]
     glance = text.partition("<h2>At a glance</h2>")[2].partition("<h2>")[0]
     assert re.findall(r"<td[^>]*>forward</td><td[^>]*>([^<]*)</td>", glance) == ["A100-SXM4-80GB", "H200"]
-    assert "<th>GPU</th>" not in page(sheet("t", {}, made[0], [], None)).partition("<h2>Cells")[0]
+    assert "<th>GPU</th>" not in page(sheet("t", {}, bundles[0], [], None)).partition("<h2>Cells")[0]
 
 
 def test_the_glance_has_gpus_by_short_names_and_what_was_measured(base: Bundle, problem: Problem) -> None:
@@ -191,13 +191,17 @@ def test_a_journal(distinct: Bundle, problem: Problem) -> None:
     assert [cell.bucket for cell in cells] == [2, 4, 8, 16, 64]
     won = the_cell(cells, problem, 2)
     assert (won.config, won.time_us, won.runner_up, won.runner_up_us) == (second, 2.0, first, 3.0)
-    assert [(one.config, one.time_us) for one in won.candidates] == [(second, 2.0), (first, 3.0), (third, 4.0)]
+    assert [(candidate.config, candidate.time_us) for candidate in won.candidates] == [
+        (second, 2.0),
+        (first, 3.0),
+        (third, 4.0),
+    ]
     assert won.against_torch == pytest.approx(1.5)
-    for one in won.candidates:
+    for candidate in won.candidates:
         variant = next(
-            v for i, v in enumerate(base.variants) if config_text(v) == one.config and i in able(base, problem)
+            v for i, v in enumerate(base.variants) if config_text(v) == candidate.config and i in able(base, problem)
         )
-        assert one.model_us == pytest.approx(estimate_us(problem, 2, Resources.of(variant), chip_of(A100, 80)))
+        assert candidate.model_us == pytest.approx(estimate_us(problem, 2, Resources.of(variant), chip_of(A100, 80)))
     stayed = the_cell(cells, problem, 4)
     assert (stayed.config, stayed.time_us, stayed.runner_up_us) == (second, 2.999, 3.0), "neither won: the times decide"
     lost = the_cell(cells, problem, 16)
@@ -218,14 +222,14 @@ def test_a_variant_that_failed_anywhere_is_no_choice(distinct: Bundle, problem: 
 
 
 def test_of_two_journals_the_first_tells_a_cell(distinct: Bundle, problem: Problem) -> None:
-    one = journal(distinct, measured(distinct, problem, 2, [3_000], won=None))
+    contents = journal(distinct, measured(distinct, problem, 2, [3_000], won=None))
     two = journal(
         distinct,
         measured(distinct, problem, 2, [1_000], won=None),
         measured(distinct, problem, 4, [1_000], won=None),
         gpu=H100,
     )
-    cells = sheet("t", {}, None, [one, two], None).cells
+    cells = sheet("t", {}, None, [contents, two], None).cells
     assert [(cell.time_us, cell.gpu) for cell in cells] == [(3.0, A100), (1.0, H100)]
 
 
@@ -233,16 +237,16 @@ def test_a_choice_is_held_against_the_torch_of_its_own_gpu(base: Bundle, problem
     bundle = chosen(base, {(problem, 2): (0, 40_000, H200)})
     elsewhere = journal(base, measured(base, problem, 2, [90_000, 95_000], None, torch=20_000))
     here = journal(base, measured(base, problem, 2, [40_000, 45_000], None, torch=80_000), gpu=H200)
-    found = [
+    listed = [
         the_cell(sheet("t", {}, bundle, some, None).cells, problem, 2) for some in ([elsewhere, here], [elsewhere])
     ]
-    assert [cell.torch_us for cell in found] == [80.0, None]
+    assert [cell.torch_us for cell in listed] == [80.0, None]
 
 
 def test_a_look_at_a_slower_clock_makes_no_choice_slower_than_torch(distinct: Bundle, problem: Problem) -> None:
     first = measured(distinct, problem, 2, [20_000, 19_000, 18_000], None, torch=22_800)
     look = measured(distinct, problem, 2, [24_000, 22_800, 21_600], None)  # at 1.2 x, in more rounds, without torch
-    look = replace(look, timings=tuple(one._replace(rounds=60) for one in look.timings))
+    look = replace(look, timings=tuple(timing._replace(rounds=60) for timing in look.timings))
     (cell,) = sheet("t", {}, None, [journal(distinct, first, look)], None).cells
     assert cell.time_us == 21.6
     assert cell.against_torch == pytest.approx(22.8 / 18, rel=1e-3)
@@ -251,9 +255,9 @@ def test_a_look_at_a_slower_clock_makes_no_choice_slower_than_torch(distinct: Bu
 def test_one_gpu_with_two_drivers_is_one(base: Bundle, problem: Problem) -> None:
     newer = A100._replace(driver=13000)
     two = chosen(base, {(problem, 8): (0, 5_000, A100), (problem, 16): (1, 6_000, newer), (problem, 32): (0, 1, None)})
-    found = sheet("t", {}, two, [], None)
-    assert len(found.chips) == 1
-    assert the_cell(found.cells, problem, 32).gpu == A100
+    page = sheet("t", {}, two, [], None)
+    assert len(page.chips) == 1
+    assert the_cell(page.cells, problem, 32).gpu == A100
 
 
 def test_a_journal_whose_cubins_nobody_names(distinct: Bundle, problem: Problem) -> None:
@@ -309,12 +313,12 @@ class _Reader(html.parser.HTMLParser):
         self.outside: list[str] = []
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        given = dict(attributes)
-        if given.get("id"):
-            self.ids.append(str(given["id"]))
+        values = dict(attributes)
+        if values.get("id"):
+            self.ids.append(str(values["id"]))
         for name in ("href", "xlink:href", "src"):
-            if name in given:
-                (self.links if str(given[name]).startswith("#") else self.outside).append(str(given[name]))
+            if name in values:
+                (self.links if str(values[name]).startswith("#") else self.outside).append(str(values[name]))
         if tag not in VOID:
             self.open.append(tag)
 
@@ -341,7 +345,7 @@ def read(text: str) -> _Reader:
 def everything(distinct: Bundle, problem: Problem) -> str:
     """A page with every kind of cell and chart."""
     bundle = chosen(distinct, {(problem, 2): (1, 2_100, A100), (problem, 4): (0, 9_000, None)})
-    others = {one: row for one, row in distinct.choices.items() if one != problem}
+    others = {product: row for product, row in distinct.choices.items() if product != problem}
     bundle = bundle._replace(choices={**bundle.choices, **others}, models=distinct.models)
     contents = journal(
         distinct,
@@ -369,17 +373,17 @@ def test_the_page_has_every_cell_and_the_same_bytes_each_time(distinct: Bundle, 
     text = everything(distinct, problem)
     assert text == everything(distinct, problem)
     cells = cells_of(text)
-    known = sum(map(len, distinct.choices.values())) - len(distinct.choices[problem]) + 3
+    count = sum(map(len, distinct.choices.values())) - len(distinct.choices[problem]) + 3
     missing = len(distinct.choices[problem]) - 2
     assert [sum(cell["state"] == state for cell in cells) for state in ("measured", "modelled", "missing")] == [
         2,
-        known - 2,
+        count - 2,
         missing,
     ]
-    (one,) = [cell for cell in cells if (cell["state"], cell["rows"]) == ("measured", 2)]
-    assert (one["us"], one["torch"], one["tried"], one["spread"], one["gpu"]) == (2.1, 4.2, 3, 1.5, A100.name)
-    assert one["least"] == pytest.approx(roofline(problem, 2, chip_of(A100, 80)).least_us, rel=1e-4)
-    assert one["flop"] == pytest.approx(2e-6 * 2 * problem.N * problem.K, rel=1e-4)
+    (cell,) = [cell for cell in cells if (cell["state"], cell["rows"]) == ("measured", 2)]
+    assert (cell["us"], cell["torch"], cell["tried"], cell["spread"], cell["gpu"]) == (2.1, 4.2, 3, 1.5, A100.name)
+    assert cell["least"] == pytest.approx(roofline(problem, 2, chip_of(A100, 80)).least_us, rel=1e-4)
+    assert cell["flop"] == pytest.approx(2e-6 * 2 * problem.N * problem.K, rel=1e-4)
     for words in ("x torch", "The search", "Modelled against measured", "it was the fastest"):
         assert words in text
 

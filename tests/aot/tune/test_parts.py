@@ -21,7 +21,7 @@ def test_parts_are_all_cells_once_whole_weights_and_about_as_much_work() -> None
     parts = [part_of(cells, number, 8) for number in range(1, 9)]
     assert parts[2] == part_of(dict(reversed(cells.items())), 3, 8)
     assert {problem: row for part in parts for problem, row in part.items()} == dict(cells)
-    keys = [{weight_key(one.canonical) for one in part} for part in parts]
+    keys = [{weight_key(problem.canonical) for problem in part} for part in parts]
     assert sum(map(len, keys)) == len(set.union(*keys))
     measured = [{cell_of(problem, M) for problem, row in part.items() for M in row} for part in parts]
     assert sum(map(len, measured)) == len(set.union(*measured)), "a product of two names is measured once"

@@ -1,4 +1,4 @@
-"""Who measures what, and what is done where a variant misbehaves or a worker is lost."""
+"""The cells that each worker measures, variants that misbehave, and lost workers."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def test_a_variant_that_misbehaves_is_reported_skipped_and_never_ships(
     with gpus(mine, run=run, timeout_s=timeout_s) as here:
         outcome = tune_problems(small_plan.buckets, mine, journal, executors=here, observers=watch)
     assert (outcome.measured, outcome.left, outcome.unable) == (cells(small_plan), 0, 0)
-    assert [(one.kind, one.variant) for one in outcome.failures] == [(kind, bad.cubin_sha256)]
+    assert [(failure.kind, failure.variant) for failure in outcome.failures] == [(kind, bad.cubin_sha256)]
     assert any(f"a variant is out ({kind})" in note for note in notes)
     contents = read_journal(journal)
-    assert sum(isinstance(one, Failure) for one in contents.records) == 1
+    assert sum(isinstance(record, Failure) for record in contents.records) == 1
     for record in contents.records:
         if isinstance(record, Measured):
-            assert bad.cubin_sha256 not in {one.variant for one in record.timings}
+            assert bad.cubin_sha256 not in {timing.variant for timing in record.timings}
     shipped = measured_bundle(small_plan, read_candidates(mine, small_plan), contents)
-    assert bad.cubin_sha256 not in {one.cubin_sha256 for one in shipped.variants}
+    assert bad.cubin_sha256 not in {variant.cubin_sha256 for variant in shipped.variants}
     assert shipped.variants
     with gpus(mine, run=faketimer.lost) as here:  # it is not tried again
         again = tune_problems(small_plan.buckets, mine, journal, executors=here)

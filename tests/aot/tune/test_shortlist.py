@@ -49,7 +49,7 @@ def test_what_another_gpu_runs_goes_before_all_but_the_models_first() -> None:
     assert contenders(MANY, [], None, elsewhere=[MANY[0]]) == MANY[:4]
     assert contenders(MANY[:2], [], None, elsewhere=[MANY[1]]) == MANY[:2]
     assert contenders(MANY, [], None, elsewhere=[NAMES[0]]) == MANY[:2]  # it can't run here
-    rest = [one for one in MANY[1:] if one not in there]
+    rest = [candidate for candidate in MANY[1:] if candidate not in there]
     assert contenders(MANY, [], None, 0.5, there) == [MANY[0], *there, *rest][:16]
     assert contenders(MANY, [], None, 1.0, there) == MANY
 
@@ -113,7 +113,7 @@ def test_what_won_most_often_nearby_comes_first() -> None:
 
 
 def test_a_plain_product_measured_after_its_forms_is_not_narrowed_to_what_won_there() -> None:
-    """As where the plain form is measured anew, and what a journal has of the others is kept."""
+    """The plain form is measured again, and the journal's records of the other forms are kept."""
     winners = Winners()
     gathers = PROBLEM._replace(fusion=Fusion.GATHER)
     winners.add(gathers, 1024, NAMES[1])

@@ -1,4 +1,4 @@
-"""What there is to measure, and what another bundle says of it."""
+"""The cells and variants to measure, and a bundle's choices for them."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_what_another_bundle_has_for_a_cell_is_asked(candidates: Path, small_pla
 def with_wider_tiles(candidates: Path, path: Path) -> Path:
     """The candidates, and of each aligned one three more with other tiles, whose code nobody runs."""
     with open_bundle(candidates) as bundle:
-        made = bundle.load()
-    variants, cubins = list(made.variants), list(made.cubins)
-    for variant, cubin in zip(made.variants, made.cubins, strict=True):
+        loaded = bundle.load()
+    variants, cubins = list(loaded.variants), list(loaded.cubins)
+    for variant, cubin in zip(loaded.variants, loaded.cubins, strict=True):
         for n in (16, 128, 256) if isinstance(variant.op, Op) and variant.alignment > 1 else ():
             config, code = Config.from_pairs(variant.config)._replace(block_n=n), cubin[:-1] + bytes([n % 255])
             variants.append(variant._replace(config=config.pairs(), cubin_sha256=hashlib.sha256(code).digest()))
             cubins.append(code)
-    publish(path, codec.encode(made._replace(variants=tuple(variants), cubins=tuple(cubins))))
+    publish(path, codec.encode(loaded._replace(variants=tuple(variants), cubins=tuple(cubins))))
     return path
 
 
@@ -59,18 +59,18 @@ def test_it_is_measured_beside_the_models_first(candidates: Path, small_plan: Bu
     with gpus(candidates) as here, open_bundle(candidates) as bundle:
         ground = TuningSpace.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
         worst = {
-            one: tuple(Choice(M, ground.ranked(one, M)[-1][1], Source.MODELLED, 1000) for M in buckets)
-            for one, buckets in ground.cells.items()
+            problem: tuple(Choice(M, ground.ranked(problem, M)[-1][1], Source.MODELLED, 1000) for M in buckets)
+            for problem, buckets in ground.cells.items()
         }
         publish(tmp_path / "like.msgpack", codec.encode(bundle.load()._replace(choices=worst)))
         like = Entrants(like=tmp_path / "like.msgpack")
         tune_problems(small_plan.buckets, candidates, tmp_path / "journal", executors=here, entrants=like)
-        for one in read_journal(tmp_path / "journal").records:
-            assert isinstance(one, Measured)
-            names = {bundle.variant(i).config for _, i in ground.ranked(one.problem, one.bucket)}
+        for record in read_journal(tmp_path / "journal").records:
+            assert isinstance(record, Measured)
+            names = {bundle.variant(i).config for _, i in ground.ranked(record.problem, record.bucket)}
             assert len(names) in (1, 8)
-            tried = {sha: ground.index[one.problem, sha] for sha in (timing.variant for timing in one.timings)}
-            assert last(ground, one.problem, one.bucket) in {bundle.variant(i).config for i in tried.values()}
+            tried = {sha: ground.index[record.problem, sha] for sha in (timing.variant for timing in record.timings)}
+            assert last(ground, record.problem, record.bucket) in {bundle.variant(i).config for i in tried.values()}
             assert len(tried) == min(4, len(names))
 
 
@@ -88,12 +88,12 @@ def test_what_is_measured_around_comes_first(candidates: Path, small_plan: Build
     """The variant that the model puts last won in all like cells: the shortlist begins with it."""
     with open_bundle(candidates) as bundle:
         alone = TuningSpace.of(small_plan.buckets, bundle, faketimer.H200, 90, 0.1)
-        problem = next(one for one in alone.cells if len(alone.able[one]) > 1)
+        problem = next(problem for problem in alone.cells if len(alone.able[problem]) > 1)
         bucket = alone.cells[problem][-1]
         worst, first = (alone.ranked(problem, bucket)[at][1] for at in (-1, 0))
-        found = Snapshot([])
+        bundle_set = Snapshot([])
         view = View((Usable(0, Place(Kind.NAMED, candidates), bundle),), ())
-        around = Neighbourhood(found, LocalGpu(90, faketimer.H200), view)
+        around = Neighbourhood(bundle_set, LocalGpu(90, faketimer.H200), view)
         number, _ = around.numbered(bundle.variant(worst))
         near = Near({number: 0.0}, 9.0, 1, problem, faketimer.H200)
         around.near = lambda *cell, **how: near  # type: ignore[method-assign]

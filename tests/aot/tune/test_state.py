@@ -1,4 +1,4 @@
-"""What is measured once more when all is measured: choices that lost, and what ships and was not timed."""
+"""Cells that are measured again at the end: choices that lost, and shipped variants without a time."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def test_a_choice_that_took_more_than_the_fastest_is_measured_once_more(
     journal, ships = tmp_path / "h200.journal", everything(candidates, small_plan)
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
-    first = {(one.problem, one.bucket): one for one in records_of(journal)}
+    first = {(value.problem, value.bucket): value for value in records_of(journal)}
     wanted = wanted_looks(candidates, small_plan, read_journal(journal), ships)
-    for cell, one in first.items():
-        times = {timing.variant: timing.time_ns for timing in one.timings}
-        lost = times[one.modelled] / min(times.values())
+    for cell, record in first.items():
+        times = {timing.variant: timing.time_ns for timing in record.timings}
+        lost = times[record.modelled] / min(times.values())
         assert (cell in wanted) is (lost > 1.02)  # the choice is the model's first, which is always measured
         if lost > 1.02:
             near = {sha for sha, time in times.items() if time <= 1.1 * min(times.values())}
-            assert wanted[cell] == Remeasure(frozenset(near | {one.modelled}), more=True)
+            assert wanted[cell] == Remeasure(frozenset(near | {record.modelled}), more=True)
     assert 3 < len(wanted) < len(first)
 
     heard: list[CellsDone] = []
@@ -69,20 +69,20 @@ def test_a_choice_that_took_more_than_the_fastest_is_measured_once_more(
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships, observers=watch)
     assert (outcome.in_journal, outcome.measured, outcome.left) == (len(first), 0, 0)
     assert (outcome.remeasured, outcome.to_remeasure, outcome.finished) == (len(wanted), 0, True)
-    assert [(one.second_pass, one.done, one.total) for one in heard] == [
+    assert [(progress.second_pass, progress.done, progress.total) for progress in heard] == [
         (False, len(first), len(first)),
         (True, 0, len(wanted)),
         *((False, i + 1, len(wanted)) for i in range(len(wanted))),
     ]
     later = records_of(journal)[len(first) :]
-    assert sorted((str(one.problem), one.bucket) for one in later) == sorted((str(p), M) for p, M in wanted)
+    assert sorted((str(record.problem), record.bucket) for record in later) == sorted((str(p), M) for p, M in wanted)
     times = Timings.of(read_journal(journal)).cells
-    for one in later:
-        assert {timing.variant for timing in one.timings} == wanted[one.problem, one.bucket].variants
-        assert one.timings[0].variant == one.modelled == first[one.problem, one.bucket].modelled
-        assert {timing.rounds for timing in one.timings} == {60}
-        for timing in one.timings:  # they count for more than those of 20 rounds
-            assert times[one.problem, one.bucket].times_ns[timing.variant] == timing.time_ns == 12_000
+    for record in later:
+        assert {timing.variant for timing in record.timings} == wanted[record.problem, record.bucket].variants
+        assert record.timings[0].variant == record.modelled == first[record.problem, record.bucket].modelled
+        assert {timing.rounds for timing in record.timings} == {60}
+        for timing in record.timings:  # they count for more than those of 20 rounds
+            assert times[record.problem, record.bucket].times_ns[timing.variant] == timing.time_ns == 12_000
     assert wanted_looks(candidates, small_plan, read_journal(journal), ships) == {}
     with gpus(candidates, faketimer.steady) as here:
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
@@ -107,9 +107,9 @@ def test_what_failed_is_no_reason_for_a_second_pass(candidates: Path, small_plan
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
     contents = read_journal(journal)
-    records = {(one.problem, one.bucket): one for one in records_of(journal)}
+    records = {(record.problem, record.bucket): record for record in records_of(journal)}
     for cell in wanted_looks(candidates, small_plan, contents, ships):
-        faster = [one.variant for one in records[cell].timings if one.variant != records[cell].modelled]
+        faster = [timing.variant for timing in records[cell].timings if timing.variant != records[cell].modelled]
         failed = tuple(Failure(*cell, sha, WRONG, "relative error 0.5") for sha in faster)
         less = dataclasses.replace(contents, records=(*contents.records, *failed))
         assert cell not in wanted_looks(candidates, small_plan, less, ships)
@@ -163,7 +163,7 @@ def test_a_look_that_can_not_be_taken_is_not_tried_for_ever(
         watch = TuneObservers(on_note=heard.append)
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships, observers=watch)
     assert (outcome.remeasured, outcome.to_remeasure, outcome.unable) == (0, 0, 0)
-    assert sum("left as it was: it can't be measured here" in one for one in heard) == len(wanted)
+    assert sum("left as it was: it can't be measured here" in message for message in heard) == len(wanted)
 
 
 @pytest.mark.usefixtures("untried")
@@ -175,8 +175,8 @@ def test_what_ships_is_timed_wherever_it_may_be_the_fastest(
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, whole, executors=here)
     with open_journal(journal, read_journal(whole).header) as held:
-        for one in records_of(whole):
-            held.append([dataclasses.replace(one, timings=one.timings[:1], duel=None)])
+        for record in records_of(whole):
+            held.append([dataclasses.replace(record, timings=record.timings[:1], duel=None)])
     contents = read_journal(journal)
     before = Timings.of(contents).cells
     wanted = wanted_looks(candidates, small_plan, contents, ships)
@@ -191,14 +191,16 @@ def test_what_ships_is_timed_wherever_it_may_be_the_fastest(
     cell, look = next(iter(wanted.items()))
     failed = Failure(*cell, next(iter(look.variants - before[cell].times_ns.keys())), WRONG, "relative error 0.5")
     less = dataclasses.replace(contents, records=(*contents.records, failed))
-    assert all(failed.variant not in one.variants for one in wanted_looks(candidates, small_plan, less, ships).values())
+    assert all(
+        failed.variant not in look.variants for look in wanted_looks(candidates, small_plan, less, ships).values()
+    )
 
     with gpus(candidates) as here:
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
         assert (outcome.in_journal, outcome.measured, outcome.remeasured) == (len(before), 0, len(wanted))
-        for one in records_of(journal)[len(before) :]:
-            assert {timing.variant for timing in one.timings} == wanted[one.problem, one.bucket].variants
-            assert {timing.rounds for timing in one.timings} == {20}, "no more rounds"
+        for record in records_of(journal)[len(before) :]:
+            assert {timing.variant for timing in record.timings} == wanted[record.problem, record.bucket].variants
+            assert {timing.rounds for timing in record.timings} == {20}, "no more rounds"
         outcome = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
     assert (outcome.in_journal, outcome.measured, outcome.remeasured) == (len(before), 0, 0)
 
@@ -211,8 +213,8 @@ def test_only_what_ships_is_timed_beside_those_that_are_ahead(
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
     contents = read_journal(journal)
-    one = next(one for one in records_of(journal) if len(one.timings) > 1)
-    timed, other = one.timings[:2]
+    entry = next(record for record in records_of(journal) if len(record.timings) > 1)
+    timed, other = entry.timings[:2]
     ns = 100_000
 
     def like(name: bytes, factor: float) -> Timing:
@@ -220,26 +222,26 @@ def test_only_what_ships_is_timed_beside_those_that_are_ahead(
 
     first = timed._replace(ns=(ns, ns))
     timings = (first, like(b"a", 1.029), like(b"b", 1.031), like(b"c", 2.0))
-    record = dataclasses.replace(one, timings=timings, modelled=timed.variant, duel=None)
+    record = dataclasses.replace(entry, timings=timings, modelled=timed.variant, duel=None)
     contents = dataclasses.replace(contents, records=(record,))
-    cell = (one.problem, one.bucket)
-    known = {timing.variant: 3.0 for timing in timings}
+    cell = (entry.problem, entry.bucket)
+    modelled = {timing.variant: 3.0 for timing in timings}
 
-    def found(*ships: bytes, **estimates: float) -> dict[Cell, Remeasure]:
+    def remeasures(*ships: bytes, **estimates: float) -> dict[Cell, Remeasure]:
         variants = tuple(SimpleNamespace(variant=SimpleNamespace(cubin_sha256=sha)) for sha in ships)
-        choices = {one.problem: (Choice(one.bucket, 0, Source.MODELLED, ns),)}
-        able = known | {timed.variant: 1.0, other.variant: estimates.get("other", 1.0)}
+        choices = {entry.problem: (Choice(entry.bucket, 0, Source.MODELLED, ns),)}
+        able = modelled | {timed.variant: 1.0, other.variant: estimates.get("other", 1.0)}
         return cells_to_remeasure(Chosen(variants, choices, ()), contents, lambda problem, bucket: able)  # type: ignore[arg-type]
 
     more = Remeasure(frozenset({timed.variant, b"a" * 32, other.variant}), False)
-    assert found(timed.variant, other.variant) == {cell: more}
-    assert found(timed.variant) == {}
-    assert found(other.variant) == {cell: more}
-    assert found(timed.variant, other.variant, other=MORE + 0.1) == {}
+    assert remeasures(timed.variant, other.variant) == {cell: more}
+    assert remeasures(timed.variant) == {}
+    assert remeasures(other.variant) == {cell: more}
+    assert remeasures(timed.variant, other.variant, other=MORE + 0.1) == {}
     with open_bundle(candidates) as bundle:
         ground = TuningSpace.of(small_plan.buckets, bundle, contents.header.gpu, 90, 0.1)
         assert ground.estimates(*cell)
-        assert ground.estimates(one.problem, one.bucket + 1) == {}
+        assert ground.estimates(entry.problem, entry.bucket + 1) == {}
 
 
 def test_one_run_measures_and_looks_and_the_next_does_nothing(
@@ -247,8 +249,8 @@ def test_one_run_measures_and_looks_and_the_next_does_nothing(
 ) -> None:
     """By what would ship in earnest, which the looks change; at first every other cell has one contender alone."""
     monkeypatch.setattr("pretuned.aot.tune.scheduler.LIKELY", 2.0)
-    journal, found = tmp_path / "h200.journal", read_candidates(candidates, small_plan)
-    ships = shipping(small_plan, found)
+    journal, pool = tmp_path / "h200.journal", read_candidates(candidates, small_plan)
+    ships = shipping(small_plan, pool)
     with gpus(candidates, run=faketimer.one_alone_at_first) as here:
         first = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
         second = tune_problems(small_plan.buckets, candidates, journal, executors=here, ships=ships)
@@ -261,8 +263,8 @@ def test_one_run_measures_and_looks_and_the_next_does_nothing(
     chosen = ships(read_journal(journal))
     for problem, choices in chosen.choices.items():
         for choice in choices:
-            known = times[problem, choice.bucket].times_ns
-            assert known[chosen.variants[choice.variant].variant.cubin_sha256] == min(known.values())
+            times_ns = times[problem, choice.bucket].times_ns
+            assert times_ns[chosen.variants[choice.variant].variant.cubin_sha256] == min(times_ns.values())
 
 
 def test_where_nothing_would_ship_nothing_is_looked_at(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:

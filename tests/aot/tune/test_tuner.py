@@ -37,13 +37,13 @@ SHIPPED = Path(__file__).parents[3] / "artifacts" / "bundles"
 
 
 def test_candidates_are_every_variant_and_modelled(candidates: Path, small_plan: BuildPlan) -> None:
-    found = read_candidates(candidates, small_plan)
-    assert len(found.compiled) == 3 * 3 + 6 + 3  # plain, gather and scatter; and passes
+    pool = read_candidates(candidates, small_plan)
+    assert len(pool.compiled) == 3 * 3 + 6 + 3  # plain, gather and scatter; and passes
     with open_bundle(candidates) as bundle:
         for problem in small_plan.problems:
             choices = bundle.find(problem)
-            assert [one.bucket for one in choices] == list(small_plan.buckets[problem])
-            assert {one.source for one in choices} == {Source.MODELLED}
+            assert [choice.bucket for choice in choices] == list(small_plan.buckets[problem])
+            assert {choice.source for choice in choices} == {Source.MODELLED}
 
 
 def test_a_bundle_of_another_capability_is_refused(candidates: Path, small_plan: BuildPlan, tmp_path: Path) -> None:
@@ -67,24 +67,24 @@ def test_every_cell_is_measured_once_and_the_fastest_ships(
     assert (outcome.measured, outcome.left, outcome.in_journal, outcome.failures) == (cells(small_plan), 0, 0, ())
     assert heard == list(range(1, cells(small_plan) + 1))
     contents = read_journal(journal)
-    keys = [(one.problem, one.bucket) for one in contents.records]
+    keys = [(record.problem, record.bucket) for record in contents.records]
     assert len(set(keys)) == len(keys) == cells(small_plan)
 
-    found = read_candidates(candidates, small_plan)
-    bundle = measured_bundle(small_plan, found, contents)
+    pool = read_candidates(candidates, small_plan)
+    bundle = measured_bundle(small_plan, pool, contents)
     assert bundle.gpus == (faketimer.H200,)
-    assert set(bundle.cubins) <= {one.cubin for one in found.compiled}
+    assert set(bundle.cubins) <= {candidate.cubin for candidate in pool.compiled}
     timed = {
-        (one.problem, one.bucket): {timing.variant for timing in one.timings}
-        for one in contents.records
-        if isinstance(one, Measured)
+        (record.problem, record.bucket): {timing.variant for timing in record.timings}
+        for record in contents.records
+        if isinstance(record, Measured)
     }
     assert all(timed.values())
     for problem, row in bundle.choices.items():
         for choice in row:
             assert (choice.source, choice.gpu) == (Source.MEASURED, 0)
             job = MeasureJob(problem, choice.bucket, ())
-            shipped = {one.cubin_sha256 for one in bundle.variants if serves(one, problem)}
+            shipped = {variant.cubin_sha256 for variant in bundle.variants if serves(variant, problem)}
             best = min(faketimer.time_ns(job, sha) for sha in shipped & timed[problem, choice.bucket])
             chosen = bundle.variants[choice.variant]
             assert choice.time_ns == faketimer.time_ns(job, chosen.cubin_sha256)
@@ -100,15 +100,15 @@ def test_the_same_journal_gives_the_same_bytes_in_any_order(
     journal = tmp_path / "h200.journal"
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
-    found, contents = read_candidates(candidates, small_plan), read_journal(journal)
-    wanted = codec.encode(measured_bundle(small_plan, found, contents))
+    pool, contents = read_candidates(candidates, small_plan), read_journal(journal)
+    wanted = codec.encode(measured_bundle(small_plan, pool, contents))
     records = list(contents.records)
     for seed in range(3):
         random.Random(seed).shuffle(records)
         shuffled = dataclasses.replace(contents, records=tuple(records))
-        assert codec.encode(measured_bundle(small_plan, found, shuffled)) == wanted
+        assert codec.encode(measured_bundle(small_plan, pool, shuffled)) == wanted
     twice = dataclasses.replace(contents, records=(*records, *records))
-    assert codec.encode(measured_bundle(small_plan, found, twice)) == wanted
+    assert codec.encode(measured_bundle(small_plan, pool, twice)) == wanted
 
 
 def test_a_build_from_a_journal_ships_the_cubins_that_were_measured(
@@ -117,17 +117,17 @@ def test_a_build_from_a_journal_ships_the_cubins_that_were_measured(
     journal = tmp_path / "h200.journal"
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
-    given = BuildOptions(tmp_path / "given", cache=CompileCache(compiled_dir), space=small_space, journal=journal)
-    (one,) = build_measured(small_plan, candidates, given).bundles
-    (other,) = build(small_plan, (90,), dataclasses.replace(given, out=tmp_path / "compiled")).bundles
-    assert one.path.read_bytes() == other.path.read_bytes()
-    assert (one.measured, one.source, one.gpus) == (cells(small_plan), "measured", (faketimer.H200,))
-    assert one.to_dict()["source"] == "measured"
+    options = BuildOptions(tmp_path / "given", cache=CompileCache(compiled_dir), space=small_space, journal=journal)
+    (built,) = build_measured(small_plan, candidates, options).bundles
+    (other,) = build(small_plan, (90,), dataclasses.replace(options, out=tmp_path / "compiled")).bundles
+    assert built.path.read_bytes() == other.path.read_bytes()
+    assert (built.measured, built.source, built.gpus) == (cells(small_plan), "measured", (faketimer.H200,))
+    assert built.to_dict()["source"] == "measured"
     with open_bundle(candidates) as bundle:
-        known = {variant.cubin_sha256 for variant in bundle.variants()}
-    with open_bundle(one.path) as bundle:
-        assert {variant.cubin_sha256 for variant in bundle.variants()} <= known
-    modelled = dataclasses.replace(given, out=tmp_path / "modelled", journal=None, modelled=True)
+        shipped = {variant.cubin_sha256 for variant in bundle.variants()}
+    with open_bundle(built.path) as bundle:
+        assert {variant.cubin_sha256 for variant in bundle.variants()} <= shipped
+    modelled = dataclasses.replace(options, out=tmp_path / "modelled", journal=None, modelled=True)
     (third,) = build(small_plan, (90,), modelled).bundles
     assert (third.measured, third.source) == (0, "modelled")
 
@@ -170,9 +170,9 @@ def test_out_of_time_it_stops_and_goes_on_later(candidates: Path, small_plan: Bu
     assert 0 < first.measured < cells(small_plan)
     assert first.left == cells(small_plan) - first.measured
     assert not first.finished
-    found = read_candidates(candidates, small_plan)
-    part = measured_bundle(small_plan, found, read_journal(journal))
-    sources = [one.source for row in part.choices.values() for one in row]
+    pool = read_candidates(candidates, small_plan)
+    part = measured_bundle(small_plan, pool, read_journal(journal))
+    sources = [choice.source for row in part.choices.values() for choice in row]
     assert sources.count(Source.MEASURED) == first.measured  # the best so far
     with gpus(candidates) as here:
         second = tune_problems(small_plan.buckets, candidates, journal, executors=here)
@@ -252,11 +252,11 @@ def test_an_interrupt_that_comes_while_an_object_is_dropped_is_not_lost(
         "    try:\n", f"{_DROPPED}    try:\n"
     )
     process = tuner(candidates, journal, script)
-    _, told = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     kept = len(read_journal(journal).records)
     assert 3 <= kept < cells(small_plan)
-    assert "Exception ignored in: <function Dropped.__del__" in told
-    assert f"\ninterrupted: {kept} of {cells(small_plan)} cells are measured and kept in '{journal}'; run" in told
+    assert "Exception ignored in: <function Dropped.__del__" in errors
+    assert f"\ninterrupted: {kept} of {cells(small_plan)} cells are measured and kept in '{journal}'; run" in errors
     assert process.returncode == 1
 
 
@@ -276,8 +276,8 @@ def test_killed_it_loses_the_job_in_flight_at_most(candidates: Path, small_plan:
     whole = tmp_path / "whole.journal"
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, whole, executors=here)
-    found = read_candidates(candidates, small_plan)
-    bundles = [codec.encode(measured_bundle(small_plan, found, read_journal(one))) for one in (journal, whole)]
+    pool = read_candidates(candidates, small_plan)
+    bundles = [codec.encode(measured_bundle(small_plan, pool, read_journal(path))) for path in (journal, whole)]
     assert bundles[0] == bundles[1]
 
 
@@ -286,11 +286,11 @@ def test_interrupted_it_says_what_is_kept_and_ends_its_workers(candidates: Path,
     process = tuner(candidates, journal)
     wait_for(process, "cell 3")
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=30)
     kept = len(read_journal(journal).records)
     assert kept >= 3
-    assert f"interrupted: {kept} of" in told
-    assert "run the same command to go on" in told
+    assert f"interrupted: {kept} of" in errors
+    assert "run the same command to go on" in errors
     assert not list(tmp_path.glob("pretuned-build-*"))
 
 
@@ -324,8 +324,8 @@ def test_a_build_goes_on_modelled_where_the_gpu_can_not_be_used(
         return None
 
     options = BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=small_space, measure=(90,), tune=tune)
-    (one,) = build(small_plan, (90,), options).bundles
-    assert (one.source, one.tuned) == ("modelled", None)
+    (bundle,) = build(small_plan, (90,), options).bundles
+    assert (bundle.source, bundle.tuned) == ("modelled", None)
 
 
 def test_candidates_for_another_problem_are_refused(candidates: Path, tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_a_journal_of_other_code_is_refused(
     with gpus(candidates) as here:
         tune_problems(small_plan.buckets, candidates, journal, executors=here)
     other = Pool(lambda op, dtype, sm: small_space.aligned(op, dtype, 80)[:1], lambda op, dtype, sm: ())
-    aligned = next(one for one in small_plan.problems if has_aligned_rows(one))
+    aligned = next(problem for problem in small_plan.problems if has_aligned_rows(problem))
     forward = BuildPlan({aligned: small_plan.buckets[aligned]}, ())
     path = tmp_path / "other.msgpack"
     compile_candidates(forward, (90,), path, BuildOptions(tmp_path, cache=CompileCache(compiled_dir), space=other))

@@ -58,8 +58,8 @@ def test_rows_have_two_shapes_of_tiles(wrong: dict[str, int]) -> None:
 def test_a_step_of_dw_has_any_rows() -> None:
     assert not refused(Op.DW, WEIGHT._replace(block_m=64, num_stages=5))
     assert not refused(Op.DW, ACROSS._replace(block_m=64, num_stages=5))
-    every = ((Op.FORWARD, ROWS), (Op.FORWARD, DEALT), (Op.DW, WEIGHT), (Op.DW, ACROSS))
-    assert [registry.transposed(*one) for one in every] == [False, False, False, True]
+    cases = ((Op.FORWARD, ROWS), (Op.FORWARD, DEALT), (Op.DW, WEIGHT), (Op.DW, ACROSS))
+    assert [registry.transposed(*case) for case in cases] == [False, False, False, True]
     assert "block_n is 64, wanted 128" in refused(Op.DW, WEIGHT._replace(block_n=64))
 
 
@@ -115,16 +115,21 @@ def test_a_bundle_from_before_has_none() -> None:
 @pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("op", Op)
 def test_it_is_tried_where_there_is_such_code(op: Op, dtype: DType) -> None:
-    every = [one for sm in (80, 90, 100, 120) for one in candidates(op, dtype, sm) if one.schedule is Schedule.PINGPONG]
-    found = [one for one in every if one.rows is TileRows.FIXED]  # of those test_ragged.py speaks
+    configs = [
+        config
+        for sm in (80, 90, 100, 120)
+        for config in candidates(op, dtype, sm)
+        if config.schedule is Schedule.PINGPONG
+    ]
+    fixed = [config for config in configs if config.rows is TileRows.FIXED]  # of those test_ragged.py speaks
     wanted = [WEIGHT, ACROSS] if op is Op.DW else [ROWS, DEALT]
-    assert found == (wanted if dtype in (DType.BF16, DType.FP16) else [])
+    assert fixed == (wanted if dtype in (DType.BF16, DType.FP16) else [])
 
 
 @pytest.mark.parametrize("fusion", [Fusion.GATHER, Fusion.SILU, Fusion.SILU | Fusion.GATHER])
 def test_it_gathers_no_rows(fusion: Fusion) -> None:
     family = Family(Op.FORWARD, DType.BF16, Layout.NK, fusion)
-    assert not [one for one in Pool().candidates(family, 90) if one.schedule is Schedule.PINGPONG]
+    assert not [config for config in Pool().candidates(family, 90) if config.schedule is Schedule.PINGPONG]
     assert "schedule is PINGPONG, wanted COOPERATIVE" in refused(Op.FORWARD, ROWS, fusion=fusion)
     for other in (Fusion.NONE, Fusion.SCATTER):
         for config in (ROWS, DEALT):
@@ -147,8 +152,8 @@ def test_its_boxes_have_64_columns() -> None:
 
 def test_tiles_of_128_columns_are_distributed_in_turn_but_for_the_last_rounds() -> None:
     """All others go to programs as they become free: whoever reads this of the config must agree with the kernel."""
-    every = ((Op.FORWARD, ROWS), (Op.FORWARD, DEALT), (Op.DW, WEIGHT), (Op.DW, ACROSS))
-    assert [registry.dealt(*one) for one in every] == [False, True, False, False]
+    cases = ((Op.FORWARD, ROWS), (Op.FORWARD, DEALT), (Op.DW, WEIGHT), (Op.DW, ACROSS))
+    assert [registry.dealt(*case) for case in cases] == [False, True, False, False]
     assert not registry.dealt(Op.FORWARD, DEALT._replace(schedule=Schedule.COOPERATIVE))
     assert not registry.dealt(Op.FORWARD, Config(64, 128, 128, 4, 4, loads=Loads.TMA))
     assert "    if PINGPONG and BLOCK_N == 2 * PART:\n        rounds =" in SPECIALIZED.read_text()
@@ -156,8 +161,11 @@ def test_tiles_of_128_columns_are_distributed_in_turn_but_for_the_last_rounds() 
 
 def test_their_ring_has_no_words_to_spare() -> None:
     """A product of 128 columns is written as it is: none of its words lie past the ring's end."""
-    ends = {one: registry.constants(Spec(Op.FORWARD, DType.BF16, one), 90) for one in (ROWS, DEALT)}
-    assert [(one["BLOCK_N"], one["STAGES"], one["SLOTS"]) for one in ends.values()] == [(192, 5, 1), (128, 6, 1)]
+    ends = {config: registry.constants(Spec(Op.FORWARD, DType.BF16, config), 90) for config in (ROWS, DEALT)}
+    assert [(constant["BLOCK_N"], constant["STAGES"], constant["SLOTS"]) for constant in ends.values()] == [
+        (192, 5, 1),
+        (128, 6, 1),
+    ]
     deeper = DEALT._replace(num_stages=7)  # 224 KiB of operands, and 16 of results: past what an SM has
     results_bytes = 2 * 64 * 64 * 2
     assert shared_bytes_at_least(Op.FORWARD, DType.BF16, deeper, 90) + results_bytes > limits(90).shared_per_block_bytes
@@ -171,8 +179,10 @@ def test_where_tiles_are_distributed_memory_takes_longer() -> None:
     special = CONSTANTS.hopper.specialized
 
     def us(problem: Problem, M: int, config: Config, share: float) -> float:
-        told = CONSTANTS._replace(hopper=CONSTANTS.hopper._replace(specialized=special._replace(dealt_memory=share)))
-        return estimate_us(problem, M, Resources(config, 384, 213384, 168, 16), chip_for(90), told)
+        constants = CONSTANTS._replace(
+            hopper=CONSTANTS.hopper._replace(specialized=special._replace(dealt_memory=share))
+        )
+        return estimate_us(problem, M, Resources(config, 384, 213384, 168, 16), chip_for(90), constants)
 
     assert us(*few, DEALT, special.dealt_memory) > 1.01 * us(*few, both, special.dealt_memory)
     assert us(*many, DEALT, special.dealt_memory) < us(*many, both, special.dealt_memory)
@@ -204,7 +214,7 @@ def test_dw_lies_as_wastes_least() -> None:
     ],
 )
 def test_its_registers_and_buffers(spec: Spec) -> None:
-    """Those of two warpgroups and the loading warp's fit 168 for each of 12 warps."""
+    """Registers and buffers of two warpgroups and the loading warp fit 168 for each of 12 warps."""
     constants = registry.constants(spec, 90)
     assert (constants["PINGPONG"], constants["REGISTERS"], constants["SLOTS"]) == (True, 224, 1)
     other = spec._replace(config=Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATIVE))
@@ -238,9 +248,11 @@ def test_the_estimate_counts_columns_past_the_last(op: Op) -> None:
 
     def us(columns: int, waste: float) -> float:
         N, K = (columns, 2048) if op is Op.FORWARD else (2048, columns)
-        told = CONSTANTS._replace(hopper=hopper._replace(specialized=hopper.specialized._replace(turns_waste=waste)))
+        constants = CONSTANTS._replace(
+            hopper=hopper._replace(specialized=hopper.specialized._replace(turns_waste=waste))
+        )
         resources = Resources(config, 384, 229784, 168, 16)
-        return estimate_us(Problem(op, DType.BF16, 64, N, K), 65536, resources, chip_for(90), told)
+        return estimate_us(Problem(op, DType.BF16, 64, N, K), 65536, resources, chip_for(90), constants)
 
     assert us(1152, 1.0) == us(1152, 0.0)
     assert us(1024, 1.0) > 1.05 * us(1024, 0.0)
@@ -255,9 +267,9 @@ def test_it_has_nothing_of_what_half_tiles_save() -> None:
         (Problem(Op.FORWARD, DType.BF16, 32, 2880, 2880), 32768),
         (Problem(Op.FORWARD, DType.BF16, 8, 4096, 14336), 2048),
     ):
-        found = set()
+        seen = set()
         for on in (False, True):
-            told = special._replace(half=0.9 * on, half_columns=on, split_tail=on)
-            constants = CONSTANTS._replace(hopper=CONSTANTS.hopper._replace(specialized=told))
-            found.add(estimate_us(problem, M, resources, chip_for(90), constants))
-        assert len(found) == 1
+            narrower = special._replace(half=0.9 * on, half_columns=on, split_tail=on)
+            constants = CONSTANTS._replace(hopper=CONSTANTS.hopper._replace(specialized=narrower))
+            seen.add(estimate_us(problem, M, resources, chip_for(90), constants))
+        assert len(seen) == 1

@@ -28,7 +28,9 @@ def test_buffers_take_turns_from_one_tile_to_the_next(op: Op, fusion: Fusion) ->
     # A tile's first part waits for all but the last SLOTS - 1 stores. That the first buffer is free again by then needs
     # tiles of whole turns, however wide they are.
     specialized = [
-        one for one in candidates(op, DType.BF16, 90) if one.schedule.warp_specialized and one.rows is TileRows.FIXED
+        config
+        for config in candidates(op, DType.BF16, 90)
+        if config.schedule.warp_specialized and config.rows is TileRows.FIXED
     ]
     assert specialized
     for config in specialized:
@@ -36,7 +38,7 @@ def test_buffers_take_turns_from_one_tile_to_the_next(op: Op, fusion: Fusion) ->
         width = config.block_k if op is Op.DW else config.block_n
         halves = config.edge is Edge.HALF or op is not Op.DW
         widths = {width // 2} if Fusion.SILU in fusion else {width, width // 2} if halves else {width}
-        assert all(one // 64 % constants["SLOTS"] == 0 for one in widths), (str(config), widths)
+        assert all(width // 64 % constants["SLOTS"] == 0 for width in widths), (str(config), widths)
 
 
 def test_a_fitted_tile_goes_on_with_the_buffer_after_the_last() -> None:

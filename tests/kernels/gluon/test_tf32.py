@@ -97,7 +97,11 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, config: Config) -> No
     assert words >= 2 * 2 * 64 * config.block_m // 32  # no wider load has both: they lie in different lines
     assert set(re.findall(r"elementBitWidth = (\d+)", ttgir)) == {"32"}
     assert rejection(variant, arch_of(90)) is None
-    assert {one.argument: one.element for one in variant.tensor_maps} == {"dy": 11, "x": 11, "dw": 7}
+    assert {tensor_map.argument: tensor_map.element for tensor_map in variant.tensor_maps} == {
+        "dy": 11,
+        "x": 11,
+        "dw": 7,
+    }
 
 
 def test_what_there_is_no_code_for() -> None:
@@ -110,8 +114,8 @@ def test_what_there_is_no_code_for() -> None:
         (Op.DW, DType.TF32, CONFIG._replace(edge=Edge.HALF), "edge is HALF, wanted WHOLE"),
         (Op.DW, DType.TF32, CONFIG._replace(block_k=128), "block_k is 128, wanted 256"),
     ]
-    for op, dtype, config, told in wrong:
-        assert told in str(registry.refusal(Spec(op, dtype, config)))
+    for op, dtype, config, message in wrong:
+        assert message in str(registry.refusal(Spec(op, dtype, config)))
         assert registry.refusal(Spec(op, DType.BF16, config)) is None
     for dtype in (DType.TF32, DType.BF16):
         narrower = registry.refusal(Spec(Op.DW, dtype, CONFIG._replace(block_n=64)))
@@ -120,8 +124,8 @@ def test_what_there_is_no_code_for() -> None:
 
 def test_only_sm_90_is_offered_them() -> None:
     for sm in (80, 90, 100, 120):
-        found = [config for config in candidates(Op.DW, DType.TF32, sm) if config.schedule.warp_specialized]
-        assert found == (SHIPPED if sm == 90 else [])
+        configs = [config for config in candidates(Op.DW, DType.TF32, sm) if config.schedule.warp_specialized]
+        assert configs == (SHIPPED if sm == 90 else [])
     assert all(registry.refusal(Spec(Op.DW, DType.TF32, config), 90) is None for config in SHIPPED)
     assert "sm_100a has no wgmma" in str(registry.refusal(Spec(Op.DW, DType.TF32, CONFIG), 100))
 
@@ -132,7 +136,7 @@ def test_the_model_prefers_them() -> None:
     assert len(trial["cells"]) == 6
     for cell in trial["cells"]:
         problem = Problem(Op.DW, DType.TF32, cell["E"], cell["N"], cell["K"])
-        us = {name: estimate_us(problem, cell["M"], one, chip_for(90)) for name, one in TIMED.items()}
+        us = {name: estimate_us(problem, cell["M"], resources, chip_for(90)) for name, resources in TIMED.items()}
         best = min(us, key=us.__getitem__)
         assert best.startswith("special"), cell
         assert cell["us"][best] <= 1.1 * min(cell["us"][name] for name in TIMED)

@@ -52,13 +52,13 @@ class Pointer:
 
 
 def assembly(text: str, _constraints: str, arguments: list[Any], **_: object) -> Tensor:
-    """What a warp has of the PTX; an address is a place in the pointer's words."""
+    """Return a warp's result of the PTX; an address is a place in the pointer's words."""
     pointer, *others = arguments
     # (Nothing keeps the compiler from giving the result the register of an argument, so it is set when all are read.)
     assert text.count("$0") == 1
     assert text.rstrip("\n}").endswith("mov.b32 $0, named;")
     warp = Warp(pointer.words, {"$1": 0})
-    warp.registers |= {f"${i}": np.broadcast_to(one, 32).astype(np.int64) for i, one in enumerate(others, 2)}
+    warp.registers |= {f"${i}": np.broadcast_to(other, 32).astype(np.int64) for i, other in enumerate(others, 2)}
     warp.run(text)
     return tensor(warp.registers["$0"])
 
@@ -67,10 +67,10 @@ def assembly(text: str, _constraints: str, arguments: list[Any], **_: object) ->
 def code() -> CodeType:
     """The module's functions, without their decorators."""
     tree = ast.parse(KERNEL.read_text())
-    functions: list[ast.stmt] = [one for one in tree.body if isinstance(one, ast.FunctionDef)]
-    for one in functions:
-        assert isinstance(one, ast.FunctionDef)
-        one.decorator_list = []
+    functions: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    for function in functions:
+        assert isinstance(function, ast.FunctionDef)
+        function.decorator_list = []
     return compile(ast.Module(functions, []), str(KERNEL), "exec", flags=annotations.compiler_flag)
 
 
@@ -94,7 +94,7 @@ def kernel(program: int, programs: int, rows: int, loads: int) -> dict[str, Any]
 
     def counts(m_sizes: Pointer, step: int, M: int, E: int, experts: int, _layout: object) -> Tensor:
         each = (m_sizes.words[m_sizes.at + i * step] if i < E else 0 for i in range(experts))
-        return tensor([min(max(one, 0), M) for one in each])
+        return tensor([min(max(size, 0), M) for size in each])
 
     held: dict[str, Any] = {
         "gl": language,
@@ -122,15 +122,15 @@ def cleared(
     flags: int = SCATTER | ZERO_TAIL,
 ) -> list[int]:
     """Every row that some program clears."""
-    found: list[int] = []
+    results: list[int] = []
     M = tensor(len(index))
-    words = [word for one in index for word in (one, *[0] * (step - 1))]
+    words = [word for number in index for word in (number, *[0] * (step - 1))]
     for program in range(programs):
         held = kernel(program, programs, rows, loads)
-        held["_clear_row"] = lambda _y, row, *_: found.append(int(row))
+        held["_clear_row"] = lambda _y, row, *_: results.append(int(row))
         moved = (Pointer(words), None, None, step, index_end, 1, flags)
         held["clear_unnamed"](None, Pointer(sizes), moved, M, len(sizes), 8, 8, 1)
-    return sorted(found)
+    return sorted(results)
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def cleared(
 def test_each_row_that_no_index_names_is_cleared_once(
     sizes: list[int], index: list[int], index_end: int, programs: int, rows: int, loads: int, step: int
 ) -> None:
-    used = min(sum(min(max(one, 0), len(index)) for one in sizes), len(index))
+    used = min(sum(min(max(size, 0), len(index)) for size in sizes), len(index))
     want = sorted(set(range(index_end)) - set(index[:used]))
     assert cleared(sizes, index, index_end, programs, rows, loads, step) == want
 
@@ -185,7 +185,7 @@ def test_the_search_finds_what_is_named_and_no_other(
     text = kernel(0, 1, ROWS, loads)["text"]()
     named = assembly(text, "", [Pointer(memory), used, start, rows, lane, step])
     bits = {32 * i + bit for i in range(32) for bit in range(32) if int(named[i]) >> bit & 1}
-    assert {one for one in bits if one < rows} == {int(one) - start for one in index if start <= one < start + rows}
+    assert {bit for bit in bits if bit < rows} == {int(row) - start for row in index if start <= row < start + rows}
 
 
 def test_nothing_is_unless_it_is_asked_for() -> None:

@@ -50,25 +50,27 @@ def test_which_kernels_have_such_code() -> None:
                     refused = registry.refusal(Spec(op, dtype, config, fusion=fusion))
                     assert (refused is None) is there, (op, dtype, fusion)
     for rows in ({"block_m": 256}, {"block_m": 256, "block_n": 64}, {"block_m": 64}):  # 128 rows, or fitted
-        told = registry.refusal(Spec(Op.FORWARD, DType.BF16, WHOLE._replace(**rows)))
-        assert f"block_m is {rows['block_m']}, wanted 128" in str(told)
+        reason = registry.refusal(Spec(Op.FORWARD, DType.BF16, WHOLE._replace(**rows)))
+        assert f"block_m is {rows['block_m']}, wanted 128" in str(reason)
 
 
-@pytest.mark.parametrize("dtype", [one for one in DType if one in PLAIN_DTYPES])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype in PLAIN_DTYPES])
 @pytest.mark.parametrize("op", Op)
 def test_it_is_tried_where_there_is_such_code(op: Op, dtype: DType) -> None:
-    found = [one for sm in (80, 90, 100, 120) for one in candidates(op, dtype, sm) if one.rows is TileRows.FITTED]
-    assert found == ([BOTH, TURNS] if op is not Op.DW and dtype in HALVES else [])
+    configs = [
+        config for sm in (80, 90, 100, 120) for config in candidates(op, dtype, sm) if config.rows is TileRows.FITTED
+    ]
+    assert configs == ([BOTH, TURNS] if op is not Op.DW and dtype in HALVES else [])
     for fusion in (Fusion.GATHER, Fusion.SILU, Fusion.SILU | Fusion.GATHER):
         if op is Op.FORWARD or (op is Op.DX and Fusion.SILU not in fusion):
             assert not [
-                one
-                for one in Pool().candidates(Family(op, dtype, Layout.NK, fusion), 90)
-                if one.rows is TileRows.FITTED
+                config
+                for config in Pool().candidates(Family(op, dtype, Layout.NK, fusion), 90)
+                if config.rows is TileRows.FITTED
             ]
     if op is not Op.DW:
         scattered = Pool().candidates(Family(op, dtype, Layout.NK, Fusion.SCATTER), 90)
-        assert [one for one in scattered if one.rows is TileRows.FITTED] == found
+        assert [config for config in scattered if config.rows is TileRows.FITTED] == configs
 
 
 @pytest.mark.parametrize("config", [BOTH, TURNS])
@@ -110,8 +112,8 @@ def test_the_estimate_counts_rows_by_16() -> None:
 
     def us(config: Config, rows: int, lacking: float = CONSTANTS.hopper.specialized.lacking) -> float:
         special = CONSTANTS.hopper.specialized._replace(lacking=lacking)
-        told = CONSTANTS._replace(hopper=CONSTANTS.hopper._replace(specialized=special))
-        return estimate_us(problem, rows, Resources(config, 384, 229752, 168, 16), chip_for(90), told)
+        constants = CONSTANTS._replace(hopper=CONSTANTS.hopper._replace(specialized=special))
+        return estimate_us(problem, rows, Resources(config, 384, 229752, 168, 16), chip_for(90), constants)
 
     assert us(BOTH, M) < 0.99 * us(WHOLE, M)
     assert us(BOTH, M, lacking=0.0) > 1.05 * us(BOTH, M)  # what is saved of the rows that a tile lacks
@@ -128,11 +130,11 @@ def test_an_experts_rows_are_shared_out_whole(config: Config, rows: int) -> None
     first, last = lines.index("rows = row_end - row_start"), lines.index("grains = gl.cdiv(row_end - row, GRAIN)")
     code = "\n".join(line for line in lines[first : last + 1] if "grouped(" not in line)
     language = SimpleNamespace(cdiv=lambda a, b: -(-a // b), minimum=min)
-    found, covered = -(-rows // config.block_m), 0
-    for row_tile in range(found):
+    tiles, covered = -(-rows // config.block_m), 0
+    for row_tile in range(tiles):
         held = {"row_start": 1000, "row_end": 1000 + rows, "row_tile": row_tile, "BLOCK_M": config.block_m}
         exec(code, {"gl": language, "GRAIN": 16}, held)
-        assert held["tiles_m"] == found
+        assert held["tiles_m"] == tiles
         assert held["row"] == 1000 + covered
         assert 0 < held["row_end"] - held["row"] <= held["grains"] * 16 <= config.block_m
         assert held["grains"] == -(-(held["row_end"] - held["row"]) // 16)

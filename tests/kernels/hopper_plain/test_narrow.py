@@ -32,8 +32,8 @@ def test_a_bundle_from_before_has_none() -> None:
 @pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("op", Op)
 def test_it_is_tried_where_there_is_such_code(op: Op, dtype: DType) -> None:
-    found = [one for sm in (80, 90, 100, 120) for one in candidates(op, dtype, sm) if one.edge is Edge.HALF]
-    assert found == ([NARROW] if op is Op.DW and dtype in (DType.BF16, DType.FP16) else [])
+    configs = [config for sm in (80, 90, 100, 120) for config in candidates(op, dtype, sm) if config.edge is Edge.HALF]
+    assert configs == ([NARROW] if op is Op.DW and dtype in (DType.BF16, DType.FP16) else [])
 
 
 def test_x_comes_in_halves() -> None:

@@ -24,7 +24,7 @@ from pretuned.kernels.spec import Config, Loads, Schedule, TileRows
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks/results"
 CHIP = chip_for(90)
-QUANTISED = sorted(DTYPES, key=lambda one: one.value)
+QUANTISED = sorted(DTYPES, key=lambda dtype: dtype.value)
 SIZES = [(32, 5760, 2880), (128, 1536, 2048), (256, 4096, 7168), (8, 28672, 4096)]
 
 
@@ -37,8 +37,8 @@ def pool(dtype: DType) -> list[Resources]:
 
 
 def best(problem: Problem, M: int) -> Config:
-    every = pool(problem.dtype)
-    return every[Ranker(every, Op.FORWARD, problem.dtype, CHIP).rank(problem, M)[0][1]].config
+    configs = pool(problem.dtype)
+    return configs[Ranker(configs, Op.FORWARD, problem.dtype, CHIP).rank(problem, M)[0][1]].config
 
 
 @pytest.mark.parametrize(("E", "N", "K"), SIZES)
@@ -46,12 +46,12 @@ def best(problem: Problem, M: int) -> Config:
 def test_more_rows_never_take_much_less_time(dtype: DType, E: int, N: int, K: int) -> None:
     """By doubling; of each tile, and of the fastest. (More programs fill the memory better.)"""
     problem = Problem(Op.FORWARD, dtype, E, N, K)
-    every, rows = pool(dtype), [1 << power for power in range(20)]
-    times = [[estimate_us(problem, M, one, CHIP) for M in rows] for one in every]
-    for one in [*times, [min(column) for column in zip(*times, strict=True)]]:
-        assert all(0 < time < math.inf for time in one)
-        assert all(more >= 0.9 * less for less, more in itertools.pairwise(one))
-        assert one[-1] > 20 * one[0]
+    configs, rows = pool(dtype), [1 << power for power in range(20)]
+    times = [[estimate_us(problem, M, config, CHIP) for M in rows] for config in configs]
+    for row in [*times, [min(column) for column in zip(*times, strict=True)]]:
+        assert all(0 < time < math.inf for time in row)
+        assert all(more >= 0.9 * less for less, more in itertools.pairwise(row))
+        assert row[-1] > 20 * row[0]
 
 
 @pytest.mark.parametrize(("E", "N", "K"), SIZES)
@@ -69,16 +69,16 @@ def test_small_tiles_win_with_few_rows_and_large_ones_with_many(dtype: DType, E:
 def test_no_estimate_is_under_the_roofline(dtype: DType) -> None:
     for E, N, K in SIZES:
         problem = Problem(Op.FORWARD, dtype, E, N, K)
-        for one in pool(dtype):
+        for config in pool(dtype):
             for M in (8, 512, 65536):
-                us = estimate_us(problem, M, one, CHIP)
+                us = estimate_us(problem, M, config, CHIP)
                 assert us > 2 * M * N * K / (CHIP.bf16_tflops * 1e6)
                 assert us > dtype.precision.w_bytes(N, K) / (CHIP.bandwidth_gbs * 1e3)
 
 
 def test_fewer_bits_take_less_time_where_the_weights_are_what_is_read() -> None:
-    four, eight = (Problem(Op.FORWARD, one, 128, 1536, 2048) for one in (DType.MXFP4, DType.FP8_CHANNEL_A16))
-    least = [min(estimate_us(one, 128, each, CHIP) for each in pool(one.dtype)) for one in (four, eight)]
+    four, eight = (Problem(Op.FORWARD, dtype, 128, 1536, 2048) for dtype in (DType.MXFP4, DType.FP8_CHANNEL_A16))
+    least = [min(estimate_us(problem, 128, each, CHIP) for each in pool(problem.dtype)) for problem in (four, eight)]
     assert least[0] < 0.8 * least[1]
 
 
@@ -88,8 +88,8 @@ def test_zero_points_take_a_little_more_time(group: int, op: Op) -> None:
     for M in (8, 128, 1024, 8192, 65536):
         plain, zero = (
             min(
-                estimate_us(Problem(op, DType(f"int4_g{group}{name}"), 128, 1536, 2048), M, one, CHIP)
-                for one in pool(DType(f"int4_g{group}"))
+                estimate_us(Problem(op, DType(f"int4_g{group}{name}"), 128, 1536, 2048), M, config, CHIP)
+                for config in pool(DType(f"int4_g{group}"))
             )
             for name in ("", "_zp")
         )
@@ -100,9 +100,9 @@ def test_what_zero_points_add_is_what_was_measured_in_the_mean() -> None:
     """Every tile that was timed with zero points, forward and dX: neither too long nor too short."""
     chip = chip_named("NVIDIA H100 80GB HBM3")
     assert chip is not None
-    told = json.loads(lzma.decompress((RESULTS / "zero-points-h100.json.xz").read_bytes()))
+    recorded = json.loads(lzma.decompress((RESULTS / "zero-points-h100.json.xz").read_bytes()))
     off: dict[str, list[float]] = {"forward": [], "dX": []}
-    for cell in told["cells"]:
+    for cell in recorded["cells"]:
         problem = Problem(Op(cell["op"]), DType(f"int4_g{cell['group']}_zp"), cell["E"], cell["N"], cell["K"])
         M = cell["T"] * (8 if cell["model"] == "qwen3-30b" else 2)
         for name, us in cell["all_us"].items():
@@ -115,7 +115,7 @@ def test_what_zero_points_add_is_what_was_measured_in_the_mean() -> None:
     for each in off.values():
         assert len(each) > 60
         assert abs(sum(each) / len(each)) < 0.035  # 3 % too long since fewer of their blocks are made ahead
-        assert math.sqrt(sum(one * one for one in each) / len(each)) < 0.11
+        assert math.sqrt(sum(error * error for error in each) / len(each)) < 0.11
 
 
 def test_what_does_not_fit_an_sm_takes_for_ever() -> None:
@@ -143,7 +143,11 @@ def test_a_ranker_is_for_one_dtype() -> None:
 def test_a_tenth_off_what_was_measured_in_the_mean(format: str, most: float) -> None:
     """Plain forwards of both GPUs' journals, every tile that was timed; neither too long nor too short."""
     with open_bundle(ROOT / "artifacts/bundles/candidates-sm90.msgpack.xz") as bundle:
-        configs = {one.cubin_sha256.hex(): one.config for one in bundle.variants() if one.kernel == "rows_wna16"}
+        configs = {
+            variant.cubin_sha256.hex(): variant.config
+            for variant in bundle.variants()
+            if variant.kernel == "rows_wna16"
+        }
     off = []
     for journal, gpu in (("h100", "NVIDIA H100 80GB HBM3"), ("h200", "NVIDIA H200")):
         chip = chip_named(gpu)
@@ -160,4 +164,4 @@ def test_a_tenth_off_what_was_measured_in_the_mean(format: str, most: float) -> 
                         off.append(math.log(modelled * 1e3) - sum(map(math.log, ns)) / len(ns))
     assert len(off) > 150
     assert abs(sum(off) / len(off)) < 0.03
-    assert math.sqrt(sum(one * one for one in off) / len(off)) < most
+    assert math.sqrt(sum(error * error for error in off) / len(off)) < most

@@ -33,15 +33,15 @@ def test_every_code_times_every_scale_is_rounded_once(groups: int) -> None:
         for first, second in ((word, other), (other, word)):
             # The other group's scale is another one.
             pair = scales | (np.roll(scales, 1) << np.uint32(16)) if groups == 2 else scales
-            found = carried_out(text, {"$8": first, "$9": second, "$10": pair})
+            registers = carried_out(text, {"$8": first, "$9": second, "$10": pair})
             for at in range(2):
                 mine = np.roll(scales, 1) if groups == 2 and at else scales
-                one = code if (first, second)[at] == word else 15 - code
+                number = code if (first, second)[at] == word else 15 - code
                 # (code - 8) x scale in bf16, and that times 2^-16, which loses no bits.
-                wanted = rounded(numbers(rounded((one - 8) * numbers(mine))) * less)
+                wanted = rounded(numbers(rounded((number - 8) * numbers(mine))) * less)
                 for i in range(4):
-                    assert (found[4 * at + i] & 0xFFFF == wanted).all()
-                    assert (found[4 * at + i] >> 16 == wanted).all()
+                    assert (registers[4 * at + i] & 0xFFFF == wanted).all()
+                    assert (registers[4 * at + i] >> 16 == wanted).all()
 
 
 def prepared(name: str) -> tuple[dict[str, np.ndarray], torch.Tensor]:
@@ -71,9 +71,9 @@ def prepared(name: str) -> tuple[dict[str, np.ndarray], torch.Tensor]:
 def test_prepared_weights_become_their_values(name: str) -> None:
     words, dense = prepared(name)
     text = dequantize.nvfp4_text() if name == "nvfp4" else dequantize.int4_text(CODES[name].groups)
-    found = carried_out(text, words)
+    registers = carried_out(text, words)
     values = np.empty((64, 256))
-    for j, word in enumerate(found):
+    for j, word in enumerate(registers):
         for p in range(2):
             numbers_of = numbers((word >> np.uint32(16 * p)) & 0xFFFF)  # [block, row, c]
             s, h = 2 * (j // 4) + j % 4 // 2, j % 2
@@ -87,7 +87,7 @@ def test_prepared_weights_become_their_values(name: str) -> None:
 
 def test_what_sums_are_multiplied_by() -> None:
     """Of formats whose scales are apart, and of dX, nothing is made too small."""
-    found = {name: dequantize.smaller_by.fn(name, False) for name in CODES}
-    small = {name: by for name, by in found.items() if by != 1.0}
+    results = {name: dequantize.smaller_by.fn(name, False) for name in CODES}
+    small = {name: by for name, by in results.items() if by != 1.0}
     assert small == {"int4_g32": 65536.0, "int4_g64": 65536.0, "int4_g128": 65536.0, "nvfp4": 1024.0}
     assert {dequantize.smaller_by.fn(name, True) for name in CODES} == {1.0}

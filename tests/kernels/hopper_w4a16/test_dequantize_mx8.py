@@ -28,7 +28,7 @@ def weights() -> ExpertWeights:
 
 
 def prepared() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What w is, and the words and scales [N/64, K/64, 64, ...] of its blocks, each row's words as c = 0 ... 3."""
+    """Return w, and the words and scales [N/64, K/64, 64, ...] of its blocks, each row's words as c = 0 ... 3."""
     w = weights()
     assert (len(w.codes.view(torch.uint8).unique()), len(w.scale.unique())) == (254, MOST + 1)
     dense = w.dequantize(torch.float64)[0].numpy()
@@ -43,14 +43,14 @@ def test_prepared_weights_become_their_values() -> None:
     dense, words, scales = prepared()
     pair = scales.copy().view(np.uint16)[..., 0].astype(np.uint32)[..., None]
     signed = pair | np.where(pair & 0x8000, 0xFFFF0000, 0).astype(np.uint32)  # two bytes are widened with their sign
-    found = carried_out(mx8.mx8_text(), {f"${8 + word}": words[..., word] for word in range(4)} | {"$12": signed})
+    registers = carried_out(mx8.mx8_text(), {f"${8 + word}": words[..., word] for word in range(4)} | {"$12": signed})
     values = np.full((N, K), np.nan)
-    for (j, register), p in itertools.product(enumerate(found), range(2)):
+    for (j, register), p in itertools.product(enumerate(registers), range(2)):
         result, upper = j >> 1, j & 1  # of one word two results, of the words 0 and 1 and of 2 and 3
         s, h = 2 * upper + (result >> 1), result & 1
-        made = numbers(register >> np.uint32(16 * p) & 0xFFFF)  # [N/64, K/64, 64, 4]
+        decoded = numbers(register >> np.uint32(16 * p) & 0xFFFF)  # [N/64, K/64, 64, 4]
         for c in range(4):
-            values[:, 16 * s + 8 * h + 2 * c + p :: 64] = made[..., c].transpose(0, 2, 1).reshape(N, -1)
+            values[:, 16 * s + 8 * h + 2 * c + p :: 64] = decoded[..., c].transpose(0, 2, 1).reshape(N, -1)
     assert (values == numbers(rounded(dense))).all()
 
 
@@ -62,19 +62,19 @@ def test_prepared_weights_turned_round_become_their_values() -> None:
     values = np.full((N, K), np.nan)
     for p, word in itertools.product(range(2), range(4)):
         halves = np.uint32(mx8._HALVES.value + p * mx8._HALF.value)
-        given = {
+        inputs = {
             "$2": words[:, :, first, :, word],
             "$3": words[:, :, second, :, word],
             "$4": halves,
             "$6": by,
             "$8": np.uint32(mx8._SCALES.value + word // 2 * mx8._SCALE.value),
         }
-        for h, register in enumerate(carried_out(mx8.mx8_turned_text(), given, 2)):
+        for h, register in enumerate(carried_out(mx8.mx8_turned_text(), inputs, 2)):
             for row in range(2):
-                made = numbers(register >> np.uint32(16 * row) & 0xFFFF)  # [N/64, K/64, 32, 4]
+                decoded = numbers(register >> np.uint32(16 * row) & 0xFFFF)  # [N/64, K/64, 32, 4]
                 for c in range(4):
                     column = 16 * word + 8 * h + 2 * c + p
-                    values[row::2, column::64] = made[..., c].transpose(0, 2, 1).reshape(N // 2, -1)
+                    values[row::2, column::64] = decoded[..., c].transpose(0, 2, 1).reshape(N // 2, -1)
     assert (values == numbers(rounded(dense))).all()
 
 
@@ -82,8 +82,8 @@ def test_a_scale_that_is_no_number_leaves_the_other_group_s_values() -> None:
     """Weights with such a scale are refused; one that was written later makes no NaN, which a reduction would keep."""
     for scales in (255 | 127 << 8, 127 | 255 << 8):
         words = {f"${8 + i}": np.asarray([0x38383838], dtype=np.uint32) for i in range(4)}
-        found = carried_out(mx8.mx8_text(), words | {"$12": np.asarray([scales], dtype=np.uint32)})
-        values = [float(numbers(register & 0xFFFF)[0]) for register in found]
+        registers = carried_out(mx8.mx8_text(), words | {"$12": np.asarray([scales], dtype=np.uint32)})
+        values = [float(numbers(register & 0xFFFF)[0]) for register in registers]
         assert all(np.isfinite(values))
         assert values.count(1.0) == 4
 

@@ -55,15 +55,15 @@ def test_two_rows_of_a_column_are_their_codes_times_their_scales(name: str) -> N
                 held = tuple(sum(int(b) << 8 * i for i, b in enumerate(row)) for row in raw)
             else:
                 scales = random.integers(128, 256, (2, kinds)) * 2.0 ** random.integers(-12, 3, (2, kinds))
-                halves = [[bf16(one) for one in row] for row in scales]
+                halves = [[bf16(scale) for scale in row] for row in scales]
                 held = (
                     tuple(row[0] | row[1] << 16 for row in halves)
                     if kinds == 2
                     else (halves[0][0] | halves[1][0] << 16, 0)
                 )
-            given = {"$2": words[0], "$3": words[1], "$4": p, "$6": s, "$8": held[0], "$9": held[1], "$10": which}
-            found = carried_out(text, {key: np.asarray([one], dtype=np.uint32) for key, one in given.items()}, 2)
-            for h, register in enumerate(found):
+            inputs = {"$2": words[0], "$3": words[1], "$4": p, "$6": s, "$8": held[0], "$9": held[1], "$10": which}
+            registers = carried_out(text, {key: np.asarray([word], dtype=np.uint32) for key, word in inputs.items()}, 2)
+            for h, register in enumerate(registers):
                 for row in range(2):
                     wanted = value_of(int(codes[row, p, 2 * s + h]), layout.codes) * scales[row, which]
                     half = register >> np.uint32(16 * row) & 0xFFFF
@@ -84,7 +84,7 @@ def test_a_scale_of_a_block_is_rounded_once() -> None:
         "$9": 0,
         "$10": bf16(rest) * 0x10001,
     }
-    high, low = carried_out(text, {key: np.asarray([one], dtype=np.uint32) for key, one in words.items()}, 2)
+    high, low = carried_out(text, {key: np.asarray([word], dtype=np.uint32) for key, word in words.items()}, 2)
     for register, value in ((high, 1.375), (low, 1.0)):
         once = numbers(
             rounded(

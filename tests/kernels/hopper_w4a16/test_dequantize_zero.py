@@ -40,15 +40,15 @@ def test_every_code_less_every_zero_point_times_every_scale_is_rounded_once(grou
         codes, zeros = (code, 15 - code), (zero, (zero + 5) % 16 if groups == 2 else zero)
         held = less_8(zeros[0]) | less_8(zeros[1]) << np.uint32(8) if groups == 2 else less_8(zero)
         held = held | np.uint32(0xFFFFFF00 if groups == 1 and zero < 8 else 0)  # a byte is widened with its sign
-        words = [np.uint32(0x11111111 * one) for one in codes]
-        found = carried_out(text, {"$8": words[0], "$9": words[1], "$10": pair, "$12": held})
+        words = [np.uint32(0x11111111 * code) for code in codes]
+        registers = carried_out(text, {"$8": words[0], "$9": words[1], "$10": pair, "$12": held})
         for at in range(2):
             mine = other_scales if groups == 2 and at else scales
             value = codes[at] - zeros[at if groups == 2 else 0]
             wanted = rounded(numbers(rounded(value * numbers(mine))) * DOWN)
             for i in range(4):
-                assert (found[4 * at + i] & 0xFFFF == wanted).all(), (code, zero, at, i)
-                assert (found[4 * at + i] >> 16 == wanted).all(), (code, zero, at, i)
+                assert (registers[4 * at + i] & 0xFFFF == wanted).all(), (code, zero, at, i)
+                assert (registers[4 * at + i] >> 16 == wanted).all(), (code, zero, at, i)
 
 
 def weights(format: str, N: int, K: int) -> ExpertWeights:
@@ -81,17 +81,17 @@ def test_prepared_weights_become_their_values(format: str) -> None:
     assert w.is_prepared
     assert w.zero is not None
     words = w.codes[0].numpy().view(np.uint32)  # [N/64, K/64, 64, 4, 2]
-    scales, zeros = (word_of(rows_of_bytes(one)) for one in (w.scale, w.zero))
+    scales, zeros = (word_of(rows_of_bytes(value)) for value in (w.scale, w.zero))
     each = CODES[format].blocks_per_scale
-    scales, zeros = (np.repeat(one, each, axis=1)[..., None] for one in (scales, zeros))
+    scales, zeros = (np.repeat(value, each, axis=1)[..., None] for value in (scales, zeros))
     text = zeroed._text.fn(format, False).value
-    found = carried_out(text, {"$8": words[..., 0], "$9": words[..., 1], "$10": scales, "$12": zeros})
+    registers = carried_out(text, {"$8": words[..., 0], "$9": words[..., 1], "$10": scales, "$12": zeros})
     values = np.full((N, K), np.nan)
-    for (j, register), p in itertools.product(enumerate(found), range(2)):
+    for (j, register), p in itertools.product(enumerate(registers), range(2)):
         s, h = 2 * (j // 4) + j % 4 // 2, j % 2
-        made = numbers(register >> np.uint32(16 * p) & 0xFFFF)  # [N/64, K/64, 64, 4]
+        decoded = numbers(register >> np.uint32(16 * p) & 0xFFFF)  # [N/64, K/64, 64, 4]
         for c in range(4):
-            values[:, 16 * s + 8 * h + 2 * c + p :: 64] = made[..., c].transpose(0, 2, 1).reshape(N, -1)
+            values[:, 16 * s + 8 * h + 2 * c + p :: 64] = decoded[..., c].transpose(0, 2, 1).reshape(N, -1)
     assert (values / DOWN == numbers(rounded(dense))).all()
 
 
@@ -105,8 +105,8 @@ def test_prepared_weights_turned_round_become_their_values(format: str) -> None:
     assert w.zero is not None
     words = w.codes[0].numpy().view(np.uint32)  # [N/64, K/64, 64, 4, 2]
     two, each = CODES[format].groups == 2, CODES[format].blocks_per_scale
-    scales, zeros = (rows_of_bytes(one) for one in (w.scale, w.zero))
-    scales, zeros = (np.repeat(one, each, axis=1) for one in (scales, zeros))
+    scales, zeros = (rows_of_bytes(value) for value in (w.scale, w.zero))
+    scales, zeros = (np.repeat(value, each, axis=1) for value in (scales, zeros))
     first, second = slice(0, None, 2), slice(1, None, 2)
     zero_pair = word_of(np.concatenate([zeros[:, :, first], zeros[:, :, second]], axis=-1))[..., None]
     by_row = word_of(scales)[..., None]  # one scale, or those of two groups
@@ -115,7 +115,7 @@ def test_prepared_weights_turned_round_become_their_values(format: str) -> None:
     text = zeroed._text.fn(format, True).value
     values = np.full((N, K), np.nan)
     for p, s, word in itertools.product(range(2), range(2), range(2)):
-        given = {
+        inputs = {
             "$2": words[:, :, first, :, word],
             "$3": words[:, :, second, :, word],
             "$4": np.uint32(p),
@@ -125,12 +125,12 @@ def test_prepared_weights_turned_round_become_their_values(format: str) -> None:
             "$10": np.uint32(word),
             "$12": zero_pair,
         }
-        for h, register in enumerate(carried_out(text, given, 2)):
+        for h, register in enumerate(carried_out(text, inputs, 2)):
             for row in range(2):
-                made = numbers(register >> np.uint32(16 * row) & 0xFFFF)  # [N/64, K/64, 32, 4]
+                decoded = numbers(register >> np.uint32(16 * row) & 0xFFFF)  # [N/64, K/64, 32, 4]
                 for c in range(4):
                     column = 16 * (2 * word + s) + 8 * h + 2 * c + p
-                    values[row::2, column::64] = made[..., c].transpose(0, 2, 1).reshape(N // 2, -1)
+                    values[row::2, column::64] = decoded[..., c].transpose(0, 2, 1).reshape(N // 2, -1)
     assert (values / DOWN == numbers(rounded(dense))).all()
 
 
@@ -138,26 +138,26 @@ def test_prepared_weights_turned_round_become_their_values(format: str) -> None:
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_scale_that_is_no_number_makes_all_of_its_group_none(turned: bool, groups: int) -> None:
     """And the other group's values stay numbers. (Weights of a checkpoint with such a scale are refused.)"""
-    nan, one = 0x7FC0, 0x3F80
+    nan, unit = 0x7FC0, 0x3F80
     text = (zeroed.zeroed_turned_text if turned else zeroed.zeroed_text)(groups)
     if turned:
-        given = {
+        inputs = {
             "$2": 0x01234567,
             "$3": 0x89ABCDEF,
             "$4": 0,
             "$6": 0,
             "$10": 0,
             "$12": 0,
-            "$8": nan | one << 16,
-            "$9": one * 0x10001,
+            "$8": nan | unit << 16,
+            "$9": unit * 0x10001,
         }
     else:
-        given = {"$8": 0x01234567, "$9": 0x89ABCDEF, "$10": nan | one << 16, "$12": 0}
+        inputs = {"$8": 0x01234567, "$9": 0x89ABCDEF, "$10": nan | unit << 16, "$12": 0}
     count = 2 if turned else 8
-    words = {name: np.asarray([word], dtype=np.uint32) for name, word in given.items()}
+    words = {name: np.asarray([word], dtype=np.uint32) for name, word in inputs.items()}
     with np.errstate(invalid="ignore"):
-        found = carried_out(text, words, count)
-    for i, register in enumerate(found):
+        registers = carried_out(text, words, count)
+    for i, register in enumerate(registers):
         low, high = (np.isnan(numbers(register >> np.uint32(16 * half) & 0xFFFF))[0] for half in range(2))
         if turned:  # the first row's scale is none
             assert (low, high) == (True, False)
@@ -168,10 +168,10 @@ def test_a_scale_that_is_no_number_makes_all_of_its_group_none(turned: bool, gro
 @pytest.mark.parametrize("format", FORMATS)
 def test_bytes_and_places_of_a_block_s_zero_points(format: str) -> None:
     """A byte for each scale; TMA writes to multiples of 128 bytes, and moves multiples of 16."""
-    one = CODES[format]
+    layout = CODES[format]
     size = zeroed.zero_bytes_of.fn(format)
-    assert size == 64 * one.groups
-    for blocks in (2, 4, 8, 16) if one.blocks_per_scale == 2 else (1, 2, 4, 8, 16):
+    assert size == 64 * layout.groups
+    for blocks in (2, 4, 8, 16) if layout.blocks_per_scale == 2 else (1, 2, 4, 8, 16):
         places = zeroed.zero_places_of.fn(format, blocks)
-        assert places >= blocks // one.blocks_per_scale
+        assert places >= blocks // layout.blocks_per_scale
         assert places * size % 128 == 0

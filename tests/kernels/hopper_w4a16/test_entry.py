@@ -56,9 +56,9 @@ def test_mxfp8_has_the_arguments_of_mxfp4_and_codes_of_twice_the_size() -> None:
         assert registry.boxes(mine) == boxes | {"w": (2 * boxes["w"][0], 256)}
         kinds, of_other = dict(registry.arguments(mine)), dict(registry.arguments(other))
         assert kinds == {name: kind for name, kind in of_other.items() if name != "stride_outer_e"}
-        told = registry.constants(other, 90)
+        constants = registry.constants(other, 90)
         assert registry.constants(mine, 90) == {
-            name: value for name, value in told.items() if name not in ("FORMAT", "w_outer")
+            name: value for name, value in constants.items() if name not in ("FORMAT", "w_outer")
         }
     eight = candidates(Op.FORWARD, DType.FP8_BLOCK_A16, 90)
     assert candidates(Op.FORWARD, DType.MXFP8, 90) == eight
@@ -70,21 +70,21 @@ def test_zero_points_lie_beside_the_codes_and_scales_of_the_format_without(dtype
     assert code_layout(dtype) is code_layout(plain) is CODES[plain.value]
     assert (zero_bytes(dtype), zero_bytes(plain)) == (code_layout(dtype).scale_bytes // 2, 0)
     for op in (Op.FORWARD, Op.DX):
-        with_zero, without = (candidates(op, one, 90) for one in (dtype, plain))
+        with_zero, without = (candidates(op, kind, 90) for kind in (dtype, plain))
         assert with_zero == without
-    one, other = spec(dtype), spec(plain)
-    assert registry.boxes(one) == {
+    first, other = spec(dtype), spec(plain)
+    assert registry.boxes(first) == {
         name: box if name == "x" else (1, 1, *box) for name, box in registry.boxes(other).items()
     } | {"w_zero": (1, 1, 16 // code_layout(dtype).blocks_per_scale, zero_bytes(dtype))}
-    assert registry.constants(one, 90) == {
+    assert registry.constants(first, 90) == {
         name: value for name, value in registry.constants(other, 90).items() if name not in ("w_outer", "w_scale")
     }
-    kinds = dict(registry.arguments(one))
+    kinds = dict(registry.arguments(first))
     assert {name: kinds[name] for name in ("w", "w_scale", "w_zero")} == dict.fromkeys(
         ("w", "w_scale", "w_zero"), "desc4"
     )
     assert {"w_outer", "stride_outer_e"}.isdisjoint(kinds)
-    assert set(registry.required(one)) == set(registry.required(other)) | {"w_zero"}
+    assert set(registry.required(first)) == set(registry.required(other)) | {"w_zero"}
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ def test_only_whole_blocks_are_prepared(dtype: DType, rows: int, columns: int) -
 
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_every_candidate_is_accepted_comes_back_and_is_this_kernel_s(dtype: DType) -> None:
-    found = [one for one in candidates(Op.FORWARD, dtype, 90) if one.schedule is Schedule.W4A16]
-    assert found
-    for config in found:
+    configs = [config for config in candidates(Op.FORWARD, dtype, 90) if config.schedule is Schedule.W4A16]
+    assert configs
+    for config in configs:
         for fusion in (Fusion.NONE, Fusion.SCATTER):
-            one = spec(dtype, config, fusion=fusion)
-            assert refusal(one, 90) is None
-            assert registry.entry_of(one) is entry(dtype)
+            variant_spec = spec(dtype, config, fusion=fusion)
+            assert refusal(variant_spec, 90) is None
+            assert registry.entry_of(variant_spec) is entry(dtype)
         assert Config.from_pairs(config.pairs()) == config
         assert registry.limits_of(Op.FORWARD, config).steps == 2**20 - 1
         assert registry.clears(Fusion.SCATTER, config)
@@ -124,7 +124,7 @@ def test_every_candidate_is_accepted_comes_back_and_is_this_kernel_s(dtype: DTyp
 
 @pytest.mark.parametrize("dtype", QUANTISED)
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"block_m": 128}, "block_m is 128, wanted 16 or 32 or 64"),
         ({"block_n": 32}, "block_n is 32, wanted 64 or 128 or 256"),
@@ -137,9 +137,9 @@ def test_every_candidate_is_accepted_comes_back_and_is_this_kernel_s(dtype: DTyp
         ({"edge": Edge.HALF}, "edge is HALF, wanted WHOLE"),
     ],
 )
-def test_tiles_that_there_are_not(dtype: DType, changes: dict[str, int], told: str) -> None:
+def test_tiles_that_there_are_not(dtype: DType, changes: dict[str, int], message: str) -> None:
     assert refusal(spec(dtype), 90) is None
-    assert told in str(refusal(spec(dtype, FEW._replace(**changes)), 90))  # type: ignore[arg-type]
+    assert message in str(refusal(spec(dtype, FEW._replace(**changes)), 90))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)
@@ -153,12 +153,12 @@ def test_fitted_tiles_that_there_are_not(dtype: DType) -> None:
 def test_a_group_of_128_is_one_step_at_least() -> None:
     shallow = MANY._replace(block_k=64)
     for dtype in QUANTISED:
-        told = refusal(spec(dtype, shallow), 90)
+        reason = refusal(spec(dtype, shallow), 90)
         if dtype in TWICE:
-            assert "block_k is 64, wanted 128 or 256" in str(told)
+            assert "block_k is 64, wanted 128 or 256" in str(reason)
         else:
-            assert told is None
-    assert all(shallow not in candidates(Op.FORWARD, one, 90) for one in TWICE)
+            assert reason is None
+    assert all(shallow not in candidates(Op.FORWARD, value, 90) for value in TWICE)
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)
@@ -167,9 +167,9 @@ def test_what_there_is_no_code_for(dtype: DType) -> None:
     for fusion in (Fusion.GATHER, Fusion.SILU, Fusion.GATHER | Fusion.SILU):
         assert "its forms are " in str(refusal(spec(dtype, fusion=fusion), 90))
     for sm in (80, 89):
-        told = str(refusal(spec(dtype), sm))
-        assert "has no tma" in told
-        assert "has no wgmma" in told
+        reason = str(refusal(spec(dtype), sm))
+        assert "has no tma" in reason
+        assert "has no wgmma" in reason
     for sm in (100, 120):
         assert "has no wgmma" in str(refusal(spec(dtype), sm))
     for config in (PLAIN, Config(64, 64, 64, 4, 3), PLAIN._replace(block_m=256, rows=TileRows.FITTED)):
@@ -179,21 +179,21 @@ def test_what_there_is_no_code_for(dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_dx_turns_blocks_round(dtype: DType) -> None:
     """Its tile's columns are w's, whose scales of two blocks have to be in one tile, and no sum can have a row's."""
-    turned = [one for one in candidates(Op.DX, dtype, 90) if one.schedule is Schedule.W4A16]
+    turned = [config for config in candidates(Op.DX, dtype, 90) if config.schedule is Schedule.W4A16]
     if dtype is DType.FP8_CHANNEL_A16:
         assert not turned
         assert "rows_wna16 has no code of dX" in str(refusal(spec(dtype, op=Op.DX), 90))
         return
-    assert {one.rows for one in turned} == set(TileRows)
+    assert {config.rows for config in turned} == set(TileRows)
     for config in turned:
         for fusion in (Fusion.NONE, Fusion.LOW_RANK):
             assert refusal(spec(dtype, config, Op.DX, fusion), 90) is None
         for fusion in (Fusion.SCATTER, Fusion.GATHER):
             assert refusal(spec(dtype, config, Op.DX, fusion), 90) is not None
-        found, of_forward = (registry.boxes(spec(dtype, config, op)) for op in (Op.DX, Op.FORWARD))
+        boxes, of_forward = (registry.boxes(spec(dtype, config, op)) for op in (Op.DX, Op.FORWARD))
         wide = 2 if dtype in EIGHT else 1
-        assert found["x"] == of_forward["x"]
-        assert found["w"][-2:] == (2 * wide * config.block_n // 64, 256)
+        assert boxes["x"] == of_forward["x"]
+        assert boxes["w"][-2:] == (2 * wide * config.block_n // 64, 256)
         assert of_forward["w"][-2:] == (2 * wide * config.block_k // 64, 256)
     narrow = str(refusal(spec(dtype, FEW._replace(block_k=512), Op.DX), 90))
     shallow = refusal(spec(dtype, MANY._replace(block_k=64), Op.DX), 90)
@@ -214,17 +214,19 @@ def test_code_that_adds_a_low_rank_part_has_its_operands(dtype: DType) -> None:
         assert registry.constants(low, 90)["INDEXED"] is False
 
 
-@pytest.mark.parametrize("dtype", [one for one in DType if not one.quantised])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if not dtype.quantised])
 def test_other_dtypes_have_no_such_config(dtype: DType) -> None:
     for config in (FEW, MANY):
-        assert f"its dtypes are {', '.join(sorted(one.value for one in OWN))}" in str(refusal(spec(dtype, config), 90))
+        assert f"its dtypes are {', '.join(sorted(value.value for value in OWN))}" in str(
+            refusal(spec(dtype, config), 90)
+        )
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)
 @pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER])
 def test_arguments_of_a_launcher(dtype: DType, fusion: Fusion) -> None:
-    one = spec(dtype, fusion=fusion)
-    kinds, boxes = dict(registry.arguments(one)), registry.boxes(one)
+    variant_spec = spec(dtype, fusion=fusion)
+    kinds, boxes = dict(registry.arguments(variant_spec)), registry.boxes(variant_spec)
     block_scales = dtype is not DType.FP8_CHANNEL_A16
     outer = dtype in (DType.NVFP4, DType.FP8_CHANNEL_A16)
     lines = "desc4" if dtype in ZERO else "desc2"
@@ -234,13 +236,13 @@ def test_arguments_of_a_launcher(dtype: DType, fusion: Fusion) -> None:
     assert (kinds["x"], kinds["w"], kinds["y"]) == ("desc2", lines, "ptr")
     assert kinds.get("stride_outer_e") == (None if entry(dtype) is not ROWS_W4A16 else "i64")
     assert {name for name, kind in kinds.items() if kind.startswith("desc")} == set(boxes)
-    assert set(registry.required(one)) <= set(kinds)
-    assert registry.threads(one) == 32 * 12
+    assert set(registry.required(variant_spec)) <= set(kinds)
+    assert registry.threads(variant_spec) == 32 * 12
     wide = 2 if dtype in EIGHT else 1
     assert boxes["x"] == (16, 64)
     assert boxes["w"][-2:] == (2 * 16 * wide, 256)
     assert registry.boxes(spec(dtype, MANY))["x"] == (64, 64)
-    constants = registry.constants(one, 90)
+    constants = registry.constants(variant_spec, 90)
     format = None if dtype is DType.MXFP8 else dtype.value.removesuffix("_zp")
     assert (constants.get("FORMAT"), constants["INDEXED"], constants["FITTED"]) == (format, bool(fusion), False)
     assert registry.constants(spec(dtype, MANY), 90)["FITTED"] is True
@@ -248,8 +250,8 @@ def test_arguments_of_a_launcher(dtype: DType, fusion: Fusion) -> None:
 
 def test_boxes_of_scales_are_those_of_a_step() -> None:
     """TMA moves 256 of each dimension at most, and multiples of 16 bytes."""
-    found = {one: registry.boxes(spec(one)).get("w_scale") for one in QUANTISED}
-    assert found == {
+    scale_boxes = {dtype: registry.boxes(spec(dtype)).get("w_scale") for dtype in QUANTISED}
+    assert scale_boxes == {
         DType.MXFP4: (16, 128),
         DType.MXFP8: (16, 128),
         DType.NVFP4: (16, 256),
@@ -278,9 +280,9 @@ def test_a_padded_width_is_the_least_that_can_be_prepared(dtype: DType) -> None:
             assert wide == width
             continue
         able = [
-            one
-            for one in range(width, 2 * width + 128)
-            if can_be_prepared(dtype, one, H) and can_be_prepared(dtype, H, one)
+            columns
+            for columns in range(width, 2 * width + 128)
+            if can_be_prepared(dtype, columns, H) and can_be_prepared(dtype, H, columns)
         ]
         splits = scale is not None and scale.columns and width % scale.columns
         if splits and dtype not in (DType.MXFP4, DType.FP8_BLOCK, DType.FP8_BLOCK_A16):

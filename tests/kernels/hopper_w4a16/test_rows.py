@@ -30,7 +30,7 @@ SPECS = [
 
 
 def test_these_are_among_what_is_built() -> None:
-    assert all(one.config in candidates(one.op, one.dtype, 90) for one in SPECS)
+    assert all(spec.config in candidates(spec.op, spec.dtype, 90) for spec in SPECS)
 
 
 @pytest.mark.slow

@@ -37,8 +37,8 @@ each_dtype = pytest.mark.parametrize("dtype", [DType.FP8_BLOCK, DType.FP8_CHANNE
 def test_more_rows_never_take_much_less_time_nor_less_than_the_roofline(E: int, N: int, K: int, dtype: DType) -> None:
     assert H100 is not None
     problem = Problem(Op.FORWARD, dtype, E, N, K)
-    for one in pool(dtype):
-        times = [estimate_us(problem, 1 << power, one, H100) for power in range(20)]
+    for config in pool(dtype):
+        times = [estimate_us(problem, 1 << power, config, H100) for power in range(20)]
         assert all(0 < time < math.inf for time in times)
         assert all(more >= 0.9 * less for less, more in itertools.pairwise(times))
         assert times[-1] > 2 * (1 << 19) * N * K / (2 * H100.bf16_tflops * 1e6)  # fp8 has twice the rate
@@ -49,7 +49,7 @@ def test_the_ranker_says_the_same(dtype: DType) -> None:
     assert H100 is not None
     problem, resources = Problem(Op.FORWARD, dtype, *SIZES[0]), pool(dtype)
     ranked = Ranker(resources, Op.FORWARD, dtype, H100).rank(problem, 4096)
-    assert [us for us, _ in ranked] == sorted(estimate_us(problem, 4096, one, H100) for one in resources)
+    assert [us for us, _ in ranked] == sorted(estimate_us(problem, 4096, config, H100) for config in resources)
 
 
 def test_within_a_tenth_of_what_was_measured_in_the_mean() -> None:
@@ -63,8 +63,8 @@ def test_within_a_tenth_of_what_was_measured_in_the_mean() -> None:
             if record["bucket"] < E:  # too long by up to 1.9 x, and codes of w alone are faster there
                 continue
             problem = Problem(Op.FORWARD, DType.FP8_BLOCK, E, N, K, Layout.NK, Fusion(fusion))
-            best = min(math.prod(one[1]) ** (1 / len(one[1])) for one in record["timings"]) / 1e3
-            modelled = min(estimate_us(problem, record["bucket"], one, H100) for one in POOL)
+            best = min(math.prod(timing[1]) ** (1 / len(timing[1])) for timing in record["timings"]) / 1e3
+            modelled = min(estimate_us(problem, record["bucket"], config, H100) for config in POOL)
             off.append(math.log(modelled / best))
     assert len(off) == 1236
-    assert math.sqrt(sum(one * one for one in off) / len(off)) < 0.1
+    assert math.sqrt(sum(error * error for error in off) / len(off)) < 0.1

@@ -24,9 +24,9 @@ def test_the_entry_is_for_scales_of_blocks() -> None:
 
 
 def test_every_candidate_is_accepted_comes_back_and_is_this_kernel_s() -> None:
-    found = candidates(Op.FORWARD, DType.FP8_BLOCK, 90)
-    assert found
-    for config in found:
+    configs = candidates(Op.FORWARD, DType.FP8_BLOCK, 90)
+    assert configs
+    for config in configs:
         for fusion in (Fusion.NONE, Fusion.SCATTER):
             assert refusal(spec(config, fusion=fusion), 90) is None
             assert registry.entry_of(spec(config, fusion=fusion)) is ROWS_W8A8_BLOCK
@@ -47,12 +47,12 @@ def test_gradients_have_none(op: Op) -> None:
 
 @pytest.mark.parametrize("sm", [80, 86, 89, 100, 103, 120, 121])
 def test_other_capabilities_have_none(sm: int) -> None:
-    assert CONFIG.schedule not in {one.schedule for one in candidates(Op.FORWARD, DType.FP8_BLOCK, sm)}
+    assert CONFIG.schedule not in {config.schedule for config in candidates(Op.FORWARD, DType.FP8_BLOCK, sm)}
     assert "has no " in str(refusal(spec(), sm))
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"block_m": 64}, "block_m is 64, wanted 128"),
         ({"block_n": 128}, "block_n is 128, wanted 256"),
@@ -63,15 +63,15 @@ def test_other_capabilities_have_none(sm: int) -> None:
         ({"edge": Edge.HALF}, "edge is HALF, wanted WHOLE"),
     ],
 )
-def test_tiles_that_there_are_not(changes: dict[str, int], told: str) -> None:
-    assert told in str(refusal(spec(CONFIG._replace(**changes)), 90))  # type: ignore[arg-type]
+def test_tiles_that_there_are_not(changes: dict[str, int], message: str) -> None:
+    assert message in str(refusal(spec(CONFIG._replace(**changes)), 90))  # type: ignore[arg-type]
 
 
 def test_no_tile_is_fitted() -> None:
     assert refusal(spec(CONFIG._replace(rows=TileRows.FITTED)), 90) is not None
 
 
-@pytest.mark.parametrize("dtype", [one for one in DType if not one.quantises_x])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if not dtype.quantises_x])
 def test_other_dtypes_have_no_such_config(dtype: DType) -> None:
     assert "its dtypes are fp8_block" in str(refusal(spec()._replace(dtype=dtype), 90)) or "no code" in str(
         refusal(spec()._replace(dtype=dtype), 90)

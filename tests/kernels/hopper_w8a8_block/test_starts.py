@@ -80,7 +80,7 @@ def test_a_cubin_is_as_declared_and_does_not_spill(spec: Spec) -> None:
 
 
 def _permuted(text: str, low: np.ndarray, high: np.ndarray) -> list[np.ndarray]:
-    """What two prmt instructions make of the four bytes of a word each, in the last dimension."""
+    """Return the result of two prmt instructions on the four bytes of a word each, in the last dimension."""
     results = []
     for selector in re.findall(r"prmt\.b32 \$\d, \$2, \$3, 0x([0-9A-F]{4});", text):
         both = np.concatenate([low, high], -1)
@@ -89,7 +89,7 @@ def _permuted(text: str, low: np.ndarray, high: np.ndarray) -> list[np.ndarray]:
 
 
 def test_two_byte_permutations_put_64_codes_in_order() -> None:
-    """As ``_in_order`` does it; its layouts say that no byte changes its thread but as the operand has it."""
+    """The permutations do what ``_in_order`` does; no byte changes its thread except as the operand's layout has it."""
     codes = np.arange(3 * 64).reshape(3, 64)
     words = codes.reshape(3, 4, 2, 2, 4).transpose(0, 1, 3, 4, 2)
     even, odd = _permuted(kernel._TWO_WORDS.value, words[..., 0], words[..., 1])

@@ -49,7 +49,7 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rejection(variant, arch_of(90)) is None
     assert unlaunchable(variant) is None
     assert registry.undeclared(variant, arch_of(90).limits) is None
-    maps = {one.argument: (one.element, one.swizzle) for one in variant.tensor_maps}
+    maps = {tensor_map.argument: (tensor_map.element, tensor_map.swizzle) for tensor_map in variant.tensor_maps}
     assert maps == {"dy": (0, 3), "x": (0, 3), "dy_scale": (7, 0), "dw": (9, 3)}
 
 
@@ -116,7 +116,7 @@ def test_the_words_of_a_launch(driver: EmulatedGpu) -> None:
         launch(20480, 24576, 0, M=M, dw_flags=ADDS | FP32, **operands)
     launched, again = driver.launches
     assert launched == again
-    assert {name: one[:3] for name, one in launched.descriptors.items()} == {
+    assert {name: descriptor[:3] for name, descriptor in launched.descriptors.items()} == {
         "dy": (4096, (N, P), (P,)),
         "x": (8192, (K, P), (P,)),
         "dy_scale": (12288, (P // 128, N), (N,)),

@@ -27,9 +27,9 @@ def test_within_an_eighth_of_what_was_measured_in_the_mean() -> None:
     off = []
     for record in read_journal(JOURNAL).records:
         if isinstance(record, Measured) and record.problem.dtype is DType.FP8_CHANNEL:
-            best = min(one.time_ns for one in record.timings) / 1e3
-            modelled = min(estimate_us(record.problem, record.bucket, one, H100) for one in POOL)
+            best = min(timing.time_ns for timing in record.timings) / 1e3
+            modelled = min(estimate_us(record.problem, record.bucket, config, H100) for config in POOL)
             off.append(math.log(modelled / best))
-    print(math.sqrt(sum(one * one for one in off) / len(off)))
+    print(math.sqrt(sum(error * error for error in off) / len(off)))
     assert len(off) == 782
-    assert math.sqrt(sum(one * one for one in off) / len(off)) < 0.125
+    assert math.sqrt(sum(error * error for error in off) / len(off)) < 0.125

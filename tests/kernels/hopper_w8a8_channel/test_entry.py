@@ -25,9 +25,9 @@ def test_the_entry_is_for_a_scale_a_row() -> None:
 
 
 def test_every_candidate_is_accepted_comes_back_and_is_this_kernel_s() -> None:
-    found = candidates(Op.FORWARD, DType.FP8_CHANNEL, 90)
-    assert {MANY, FEW} <= set(found)
-    for config in found:
+    configs = candidates(Op.FORWARD, DType.FP8_CHANNEL, 90)
+    assert {MANY, FEW} <= set(configs)
+    for config in configs:
         for fusion in (Fusion.NONE, Fusion.SCATTER):
             assert refusal(spec(config, fusion=fusion), 90) is None
             assert registry.entry_of(spec(config, fusion=fusion)) is ROWS_W8A8_CHANNEL
@@ -56,12 +56,12 @@ def test_gradients_have_none(op: Op) -> None:
 
 @pytest.mark.parametrize("sm", [80, 86, 89, 100, 103, 120, 121])
 def test_other_capabilities_have_none(sm: int) -> None:
-    assert Schedule.W8A8_CHANNEL not in {one.schedule for one in candidates(Op.FORWARD, DType.FP8_CHANNEL, sm)}
+    assert Schedule.W8A8_CHANNEL not in {config.schedule for config in candidates(Op.FORWARD, DType.FP8_CHANNEL, sm)}
     assert "has no " in str(refusal(spec(), sm))
 
 
 @pytest.mark.parametrize(
-    ("config", "changes", "told"),
+    ("config", "changes", "message"),
     [
         (MANY, {"block_n": 256}, "is 256, wanted"),
         (MANY, {"block_k": 64}, "block_k is 64, wanted"),
@@ -73,11 +73,11 @@ def test_other_capabilities_have_none(sm: int) -> None:
         (FEW, {"rows": TileRows.FITTED}, "wanted"),
     ],
 )
-def test_tiles_that_there_are_not(config: Config, changes: dict[str, int], told: str) -> None:
-    assert told in str(refusal(spec(config._replace(**changes)), 90))  # type: ignore[arg-type]
+def test_tiles_that_there_are_not(config: Config, changes: dict[str, int], message: str) -> None:
+    assert message in str(refusal(spec(config._replace(**changes)), 90))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", [one for one in DType if one is not DType.FP8_CHANNEL])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype is not DType.FP8_CHANNEL])
 def test_other_dtypes_have_no_such_config(dtype: DType) -> None:
     assert "no code" in str(refusal(spec()._replace(dtype=dtype), 90))
 

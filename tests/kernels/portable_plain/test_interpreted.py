@@ -17,7 +17,7 @@ WORKER = Path(__file__).parents[2] / "support" / "interpret.py"
 
 def run(cases: list[dict[str, object]]) -> list[dict[str, object]]:
     """The interpreter is switched on by an environment variable before triton is imported: a process of its own."""
-    done = warm.run([WORKER], given=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
+    done = warm.run([WORKER], stdin=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     results: list[dict[str, object]] = json.loads(done.stdout)
     return results
@@ -187,6 +187,6 @@ def test_random_shapes() -> None:
                 seed=seed,
             )
         )
-    for given, result in zip(cases, run(cases), strict=True):
-        assert result["wrong"] == [], (given, result)
-        assert result["untouched"], given
+    for tried, result in zip(cases, run(cases), strict=True):
+        assert result["wrong"] == [], (tried, result)
+        assert result["untouched"], tried

@@ -15,7 +15,7 @@ from pretuned.kernels.portable_plain.lookup import text
 MOST = 0x7FFFFFFF
 
 
-def found(m_sizes: list[int], M: int, block_m: int, part: int, *, wide: bool, chunks: int) -> tuple[int, ...]:
+def tile_at(m_sizes: list[int], M: int, block_m: int, part: int, *, wide: bool, chunks: int) -> tuple[int, ...]:
     """(expert, tile rows before it, first row, end row), as every lane has it."""
     mask = 0xFFFFFFFF
     words = [w for count in m_sizes for w in ((count & mask, (count >> 32) & mask) if wide else (count & mask,))]
@@ -29,7 +29,7 @@ def found(m_sizes: list[int], M: int, block_m: int, part: int, *, wide: bool, ch
 
 
 def wanted(m_sizes: list[int], M: int, block_m: int) -> list[tuple[int, int, int, int]]:
-    """The same of every tile row that there is."""
+    """Return every tile row that there is, in the form of ``tile_at``."""
     tiles, row = [], 0
     for expert, asked in enumerate(m_sizes):
         end = min(row + min(max(asked, 0), M), M)
@@ -43,9 +43,9 @@ def check(m_sizes: list[int], M: int, block_m: int, *, wide: bool, chunks: int =
     tiles = wanted(m_sizes, M, block_m)
     places = range(len(tiles)) if len(tiles) < 40 else [0, 1, len(tiles) // 3, len(tiles) // 2, len(tiles) - 1]
     for part in places:
-        assert found(m_sizes, M, block_m, part, wide=wide, chunks=chunks) == tiles[part], part
+        assert tile_at(m_sizes, M, block_m, part, wide=wide, chunks=chunks) == tiles[part], part
     if sum(max(count, 0) for count in m_sizes) <= M:
-        assert found(m_sizes, M, block_m, len(tiles), wide=wide, chunks=chunks)[0] == -1
+        assert tile_at(m_sizes, M, block_m, len(tiles), wide=wide, chunks=chunks)[0] == -1
 
 
 @pytest.mark.slow
@@ -89,6 +89,6 @@ def test_counts_that_ask_for_more_than_there_is_are_cut_off(m_sizes: list[int], 
 @pytest.mark.parametrize("part", [0, 1, 1 << 26, 1 << 27, 1 << 30, MOST])
 def test_whatever_the_counts_say_no_row_passes_m(M: int, part: int) -> None:
     for m_sizes in ([MOST] * 128, [MOST, 1] * 60, [1 << 30] * 7):
-        _expert, _before, start, end = found(m_sizes, M, 16, part, wide=False, chunks=4)
+        _expert, _before, start, end = tile_at(m_sizes, M, 16, part, wide=False, chunks=4)
         assert 0 <= start <= M
         assert 0 <= end <= M

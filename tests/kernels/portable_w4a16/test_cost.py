@@ -34,9 +34,9 @@ def qwen(op: Op = Op.FORWARD, dtype: DType = DType.MXFP4) -> Problem:
 def test_every_candidate_has_a_time_on_every_capability(sm: int) -> None:
     for dtype in (DType.MXFP4, DType.FP8_BLOCK_A16, DType.MXFP8):
         for config in candidates(Op.DX, dtype, sm):
-            one = resources(config, dtype=dtype, sm=sm)
-            if one.shared_bytes <= limits(sm).shared_per_block_bytes:
-                assert 0 < estimate_us(qwen(Op.DX, dtype), 1024, one, chip_for(sm)) < 1e6
+            used = resources(config, dtype=dtype, sm=sm)
+            if used.shared_bytes <= limits(sm).shared_per_block_bytes:
+                assert 0 < estimate_us(qwen(Op.DX, dtype), 1024, used, chip_for(sm)) < 1e6
 
 
 def test_what_fits_no_sm_takes_for_ever() -> None:
@@ -54,9 +54,9 @@ def test_of_ordered_codes_of_8_bits_one_block_of_columns_is_best() -> None:
     """Qwen3-30B-A3B's dX of fp8 blocks in order, 1024 tokens on an H200: 711 us in 32x64x128, 1652 in 64x128x64."""
     stored = qwen(Op.DX, DType.FP8_BLOCK_A16)
     ordered = stored._replace(layout=Layout.NK)
-    one, two = tile(32, 64, 128), tile(64, 128, 64)
-    assert estimate_us(ordered, 8192, one, H200) < estimate_us(ordered, 8192, two, H200)
-    assert estimate_us(stored, 8192, two, H200) < estimate_us(stored, 8192, one, H200)
+    first, two = tile(32, 64, 128), tile(64, 128, 64)
+    assert estimate_us(ordered, 8192, first, H200) < estimate_us(ordered, 8192, two, H200)
+    assert estimate_us(stored, 8192, two, H200) < estimate_us(stored, 8192, first, H200)
     assert 1652 / 2.5 < estimate_us(ordered, 8192, two, H200) < 2.5 * 1652
 
 
@@ -77,9 +77,9 @@ def test_many_rows_are_faster_by_codes_than_by_bf16(sm: int, dtype: DType) -> No
     """A scale of a whole row of x costs one look more at it."""
     chip, plain = chip_for(sm), DType(f"{dtype.value}_a16")
 
-    def best(one: DType, M: int) -> float:
-        every = [resources(config, dtype=one, sm=sm) for config in candidates(Op.FORWARD, one, sm)]
-        return min(estimate_us(qwen(dtype=one), M, each, chip) for each in every)
+    def best(dtype: DType, M: int) -> float:
+        pool = [resources(config, dtype=dtype, sm=sm) for config in candidates(Op.FORWARD, dtype, sm)]
+        return min(estimate_us(qwen(dtype=dtype), M, each, chip) for each in pool)
 
     assert best(dtype, 1 << 16) < best(plain, 1 << 16)
     assert best(dtype, 8) < 1.3 * best(plain, 8)
@@ -92,6 +92,7 @@ def test_of_few_rows_a_data_centre_s_blackwell_multiplies_fp16() -> None:
         resources(Config(m, 64, 128, 4, 3, schedule=Schedule.TILE), 128, DType.FP8_BLOCK, 100) for m in (32, 64)
     )
     took = {
-        m: estimate_us(qwen(dtype=DType.FP8_BLOCK), 1 << 16, one, chip_for(100)) for m, one in ((32, few), (64, many))
+        m: estimate_us(qwen(dtype=DType.FP8_BLOCK), 1 << 16, config, chip_for(100))
+        for m, config in ((32, few), (64, many))
     }
     assert took[64] < 0.7 * took[32]

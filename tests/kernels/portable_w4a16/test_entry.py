@@ -20,11 +20,15 @@ BOTH = pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
 
 
 def test_it_is_of_every_dtype_whose_x_is_not_quantised() -> None:
-    assert {one for one in DType if one.quantised} - DTYPES == OF_BOTH == {one for one in DType if one.quantises_x}
+    assert (
+        {dtype for dtype in DType if dtype.quantised} - DTYPES
+        == OF_BOTH
+        == {dtype for dtype in DType if dtype.quantises_x}
+    )
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", sorted(DTYPES, key=lambda one: one.value))
+@pytest.mark.parametrize("dtype", sorted(DTYPES, key=lambda dtype: dtype.value))
 def test_there_is_code_for_every_capability(dtype: DType, op: Op) -> None:
     for sm in supported():
         for fusion in (Fusion.NONE, Fusion.GATHER, Fusion.SCATTER):
@@ -43,14 +47,14 @@ def test_a_forward_of_codes_in_order_is_another_kernel_s() -> None:
 
 @pytest.mark.parametrize(("knob", "value"), [("block_k", 32), ("block_n", 32)])
 def test_tiles_are_whole_blocks_of_an_order(knob: str, value: int) -> None:
-    told = str(refusal(MXFP4._replace(config=TILE._replace(**{knob: value})), 90))  # type: ignore[arg-type]
-    assert f"{knob} is {value}, wanted 64 or 128 or 256" in told
+    reason = str(refusal(MXFP4._replace(config=TILE._replace(**{knob: value})), 90))  # type: ignore[arg-type]
+    assert f"{knob} is {value}, wanted 64 or 128 or 256" in reason
 
 
 def test_orders_are_those_that_weights_are_put_into() -> None:
     dx = MXFP4._replace(op=Op.DX, layout=Layout.NK)
     assert [
-        order_of(dx._replace(dtype=one)) for one in (DType.MXFP4, DType.INT4_G32, DType.FP8_BLOCK_A16, DType.MXFP8)
+        order_of(dx._replace(dtype=value)) for value in (DType.MXFP4, DType.INT4_G32, DType.FP8_BLOCK_A16, DType.MXFP8)
     ] == [1, 1, 2, 2]
     assert order_of(MXFP4) == 0
 
@@ -75,17 +79,23 @@ def test_arguments_of_a_compiler_and_a_launcher() -> None:
 
 def test_aligned_code_has_whole_lines_of_codes() -> None:
     """16 bytes are 32 codes of 4 bits, and 16 of 8; of dX they lie along N."""
-    told = registry.divisibility(MXFP4._replace(alignment=16))
-    assert (told["K"], told["N"], told["w"], told["x"], told["w_scale"]) == (32, 8, 16, 16, 16)
-    told = registry.divisibility(MXFP4._replace(alignment=16, op=Op.DX, dtype=DType.FP8_CHANNEL_A16))
-    assert (told["N"], told["K"]) == (16, 8)
+    alignments = registry.divisibility(MXFP4._replace(alignment=16))
+    assert (alignments["K"], alignments["N"], alignments["w"], alignments["x"], alignments["w_scale"]) == (
+        32,
+        8,
+        16,
+        16,
+        16,
+    )
+    alignments = registry.divisibility(MXFP4._replace(alignment=16, op=Op.DX, dtype=DType.FP8_CHANNEL_A16))
+    assert (alignments["N"], alignments["K"]) == (16, 8)
     assert registry.divisibility(MXFP4._replace(alignment=1)) == {}
 
 
 CODES_BY_CODES = Spec(Op.FORWARD, DType.FP8_BLOCK, TILE, Layout.STORED)
 
 
-@pytest.mark.parametrize("dtype", sorted(OF_BOTH, key=lambda one: one.value))
+@pytest.mark.parametrize("dtype", sorted(OF_BOTH, key=lambda dtype: dtype.value))
 def test_codes_are_multiplied_by_codes_where_a_gpu_can(dtype: DType) -> None:
     able = {sm for sm in supported() if arch_of(sm).has(Feature.FP8)}
     assert able == {89, 90, 100, 103, 120, 121}
@@ -98,19 +108,19 @@ def test_codes_are_multiplied_by_codes_where_a_gpu_can(dtype: DType) -> None:
         assert not registry.has_code(Op.DX, dtype, sm)
 
 
-@pytest.mark.parametrize("dtype", sorted(OF_BOTH, key=lambda one: one.value))
+@pytest.mark.parametrize("dtype", sorted(OF_BOTH, key=lambda dtype: dtype.value))
 @pytest.mark.parametrize("sm", [80, 86, 87, 89, 90, 100, 103, 120, 121])
 def test_they_are_searched_where_no_other_code_does_so(sm: int, dtype: DType) -> None:
     there = arch_of(sm).has(Feature.FP8) and sm != 90
     for find in (candidates, fallbacks):
-        found = [one for one in find(Op.FORWARD, dtype, sm) if one.schedule is Schedule.TILE]
-        assert bool(found) is there
-        assert all(refusal(Spec(Op.FORWARD, dtype, one, Layout.STORED), sm) is None for one in found)
+        configs = [config for config in find(Op.FORWARD, dtype, sm) if config.schedule is Schedule.TILE]
+        assert bool(configs) is there
+        assert all(refusal(Spec(Op.FORWARD, dtype, config, Layout.STORED), sm) is None for config in configs)
         assert find(Op.DX, dtype, sm) == find(Op.DW, dtype, sm) == ()
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"layout": Layout.NK}, "w is nk, wanted stored"),
         ({"fusion": Fusion.SILU}, "its forms are "),
@@ -119,8 +129,8 @@ def test_they_are_searched_where_no_other_code_does_so(sm: int, dtype: DType) ->
         ({"max_experts": 513}, "it counts 512 experts at most, not 513"),
     ],
 )
-def test_what_there_is_not_of_codes_by_codes(changes: dict[str, object], told: str) -> None:
-    assert told in str(refusal(CODES_BY_CODES._replace(**changes), 89))  # type: ignore[arg-type]
+def test_what_there_is_not_of_codes_by_codes(changes: dict[str, object], message: str) -> None:
+    assert message in str(refusal(CODES_BY_CODES._replace(**changes), 89))  # type: ignore[arg-type]
 
 
 def test_what_is_reported_codes_by_codes() -> None:
@@ -129,10 +139,16 @@ def test_what_is_reported_codes_by_codes() -> None:
     assert set(registry.required(CODES_BY_CODES)) <= kinds.keys()
     rows = {dtype: registry.constants(CODES_BY_CODES._replace(dtype=dtype), 89)["SCALE_ROWS"] for dtype in OF_BOTH}
     assert rows == {DType.FP8_BLOCK: 128, DType.FP8_CHANNEL: 1}
-    told = registry.divisibility(CODES_BY_CODES._replace(alignment=16))
-    assert (told["K"], told["N"], told["w"], told["x"], told["w_scale"]) == (16, 8, 16, 16, 16)
+    alignments = registry.divisibility(CODES_BY_CODES._replace(alignment=16))
+    assert (alignments["K"], alignments["N"], alignments["w"], alignments["x"], alignments["w_scale"]) == (
+        16,
+        8,
+        16,
+        16,
+        16,
+    )
 
 
 def test_who_has_x_quantised_for_it() -> None:
-    found = {(dtype, layout) for dtype in DType for layout in Layout if takes_codes_of_x(dtype, layout)}
-    assert found == {(dtype, layout) for dtype in OF_BOTH for layout in (Layout.NK, Layout.KN)}
+    kinds = {(dtype, layout) for dtype in DType for layout in Layout if takes_codes_of_x(dtype, layout)}
+    assert kinds == {(dtype, layout) for dtype in OF_BOTH for layout in (Layout.NK, Layout.KN)}

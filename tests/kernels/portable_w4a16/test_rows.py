@@ -14,7 +14,7 @@ from pretuned.artifacts.records import PRECISIONS, Fusion
 from pretuned.runtime.weights.prepared_layout import ORDERS
 
 WORKER = Path(__file__).parents[2] / "support" / "interpret_coded.py"
-FORMATS = [name for name, one in PRECISIONS.items() if one.quantised and one.x.name == "bf16"]
+FORMATS = [name for name, precision in PRECISIONS.items() if precision.quantised and precision.x.name == "bf16"]
 ALL = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT | Fusion.BIAS
 BASE: dict[str, Any] = {
     "op": "forward",
@@ -41,10 +41,10 @@ BASE: dict[str, Any] = {
 
 def wrong(*cases: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
     """Those cases, of changes to ``BASE``, that come out otherwise than wanted, and how."""
-    given = [BASE | one for one in cases]
-    done = warm.run([WORKER], given=json.dumps(given), env=os.environ | {"TRITON_INTERPRET": "1"})
+    whole = [BASE | case for case in cases]
+    done = warm.run([WORKER], stdin=json.dumps(whole), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
-    return [(case, told) for case, told in zip(cases, json.loads(done.stdout), strict=True) if told]
+    return [(case, wrong) for case, wrong in zip(cases, json.loads(done.stdout), strict=True) if wrong]
 
 
 def sizes(format: str, *, prepared: bool) -> dict[str, int]:

@@ -44,10 +44,10 @@ BASE: dict[str, Any] = {
 
 def wrong(*cases: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
     """Those cases, of changes to ``BASE``, in each format, that come out otherwise than wanted, and how."""
-    given = [BASE | one | {"format": format} for one in cases for format in FORMATS]
-    done = warm.run([WORKER], given=json.dumps(given), env=os.environ | {"TRITON_INTERPRET": "1"})
+    whole = [BASE | case | {"format": format} for case in cases for format in FORMATS]
+    done = warm.run([WORKER], stdin=json.dumps(whole), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
-    return [(case, told) for case, told in zip(given, json.loads(done.stdout), strict=True) if told]
+    return [(case, wrong) for case, wrong in zip(whole, json.loads(done.stdout), strict=True) if wrong]
 
 
 @pytest.mark.slow
@@ -87,8 +87,8 @@ def products(dtype: DType, config: Config, sm: int) -> set[str]:
     spec = Spec(Op.FORWARD, dtype, config, Layout.STORED, Fusion.GATHER)
     with tempfile.TemporaryDirectory() as scratch:
         text = compiler._triton_compile(spec, sm, scratch).asm["ptx"]
-    found = re.findall(r"mma\.sync\S*|tcgen05\.mma\S*|wgmma\.mma_async\S*", text)
-    return {"f8f6f4" if "f8f6f4" in one else "e4m3" if one.count("e4m3") == 2 else one for one in found}
+    matches = re.findall(r"mma\.sync\S*|tcgen05\.mma\S*|wgmma\.mma_async\S*", text)
+    return {"f8f6f4" if "f8f6f4" in name else "e4m3" if name.count("e4m3") == 2 else name for name in matches}
 
 
 @pytest.mark.slow
@@ -96,9 +96,9 @@ def products(dtype: DType, config: Config, sm: int) -> set[str]:
 @pytest.mark.parametrize("sm", [89, 100, pytest.param(120, marks=pytest.mark.nightly)])
 def test_tensor_cores_multiply_e4m3(sm: int, dtype: DType) -> None:
     """But for few rows on 10.0, whose tcgen05 has tiles of 64 rows and more: there both become fp16, exactly."""
-    every = (*candidates(Op.FORWARD, dtype, sm), *fallbacks(Op.FORWARD, dtype, sm))
-    few, *more = sorted(every, key=lambda one: one.block_m * one.block_n)
-    many = next(one for one in more if one.block_m >= 64)
+    configs = (*candidates(Op.FORWARD, dtype, sm), *fallbacks(Op.FORWARD, dtype, sm))
+    few, *more = sorted(configs, key=lambda config: config.block_m * config.block_n)
+    many = next(config for config in more if config.block_m >= 64)
     native = "f8f6f4" if sm == 100 else "e4m3"
     assert products(dtype, many, sm) == {native}
     assert products(dtype, few, sm) == (

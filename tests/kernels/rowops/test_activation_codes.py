@@ -69,7 +69,7 @@ def test_codes_and_scales_are_those_of_two_passes() -> None:
         for used in (0, 5, 19, None)
         for programs in (1, 2)
     ]
-    done = warm.run([WORKER], given=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
+    done = warm.run([WORKER], stdin=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == [[]] * len(cases)
 

@@ -20,8 +20,8 @@ ALL = ["dh", "a", "dweights"]
 
 
 def run(cases: list[dict[str, object]]) -> list[list[str]]:
-    """What is wrong with each, from a process that interprets Triton."""
-    done = warm.run([WORKER], given=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
+    """Return the faults of each case, from a process that interprets Triton."""
+    done = warm.run([WORKER], stdin=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     wrong: list[list[str]] = json.loads(done.stdout)
     return wrong
@@ -150,7 +150,7 @@ CASES = (
     }
     | {
         f"sort of {M} slots by {block}, E={E}{', int64' if wide else ''}{', others' if others else ''}": case(
-            **{"pass": "sort_slots"}, M=M, E=E, block=block, wide=wide, others=others, one=False
+            **{"pass": "sort_slots"}, M=M, E=E, block=block, wide=wide, others=others, one_expert=False
         )
         for M, E, block in [(1, 1, 32), (32, 5, 32), (33, 5, 32), (100, 128, 128), (300, 64, 64), (2100, 33, 32)]
         for wide in (False, True)
@@ -165,11 +165,13 @@ CASES = (
         for starts in (False, True)
     }
     | {
-        "sort of slots of one expert": case(**{"pass": "sort_slots"}, M=70, E=40, block=32, others=False, one=True),
+        "sort of slots of one expert": case(
+            **{"pass": "sort_slots"}, M=70, E=40, block=32, others=False, one_expert=True
+        ),
     }
     | {
         f"sort of {M} slots, E={E}": case(
-            **{"pass": "sort_slots"}, M=M, E=E, block=64, wide=False, others=True, one=False
+            **{"pass": "sort_slots"}, M=M, E=E, block=64, wide=False, others=True, one_expert=False
         )
         for M in (60, 200)
         for E in (255, 256, 257, rowops.MOST_SORTED_EXPERTS)
@@ -226,7 +228,7 @@ def test_random_shapes() -> None:
                 by_token=rng.random() < 0.5,
                 repeated=rng.choice([0, 0, 1, 3]),
                 wide=rng.random() < 0.5,
-                writes=[one for one in ALL if rng.random() < 0.7],
+                writes=[name for name in ALL if rng.random() < 0.7],
                 dtype=rng.choice(["fp32", "fp16"]),
                 top_k=rng.choice([1, 3, 8, 9]),
                 rows=rng.choice([1, 9, 64, 70]),
@@ -239,8 +241,8 @@ def test_random_shapes() -> None:
                 programs=rng.choice([None, 1, 2, 3]),
             )
         )
-    for given, wrong in zip(cases, run(cases), strict=True):
-        assert wrong == [], given
+    for tried, wrong in zip(cases, run(cases), strict=True):
+        assert wrong == [], tried
 
 
 def test_the_kernels_have_the_flags_of_the_contract() -> None:
@@ -294,7 +296,7 @@ def test_the_kernels_take_the_arguments_of_the_contract(op: RowOp) -> None:
         quantize_rows,
         order_codes,
     )
-    kernel = next(getattr(one, op.value) for one in homes if hasattr(one, op.value))
+    kernel = next(getattr(home, op.value) for home in homes if hasattr(home, op.value))
     constants = rowops.constants(rowops.RowOpSpec(op, DType.BF16))
     assert [*(name for name, _ in rowops.arguments(op)), *constants] == list(kernel.arg_names)
 
@@ -309,15 +311,15 @@ def test_a_program_of_the_activation_has_lanes_for_four_rows() -> None:
 
 def test_which_passes_go_with_which_gemms() -> None:
     def of(*ops: Op, dtypes: tuple[DType, ...] = (DType.BF16,)) -> list[tuple[RowOp, DType]]:
-        return list(dict.fromkeys((one.op, one.dtype) for one in rowops.specs(dtypes, frozenset(ops))))
+        return list(dict.fromkeys((spec.op, spec.dtype) for spec in rowops.specs(dtypes, frozenset(ops))))
 
     bf16, fp32 = DType.BF16, DType.FP32
     rest = [(RowOp.PLACE_ROWS, fp32), (RowOp.SORT_SLOTS, fp32), (RowOp.CLEAR, fp32)]  # of no dtype: recorded as fp32
     assert of(Op.FORWARD) == [(RowOp.COMBINE, bf16), (RowOp.ACTIVATION, bf16), (RowOp.GATHER, bf16), *rest]
     assert of(Op.DX) == [(RowOp.COMBINE, bf16), (RowOp.ACTIVATION_GRAD, bf16), (RowOp.GATHER, bf16), *rest]
     assert (RowOp.CLEAR, fp32) not in of(Op.DW)
-    made = [(RowOp.QUANTIZE, bf16), (RowOp.ORDER_CODES, bf16), (RowOp.ACTIVATION_CODES, bf16)]
-    assert of(Op.FORWARD, dtypes=(DType.FP8_BLOCK,)) == [*of(Op.FORWARD)[:3], *made, *rest]
+    pairs = [(RowOp.QUANTIZE, bf16), (RowOp.ORDER_CODES, bf16), (RowOp.ACTIVATION_CODES, bf16)]
+    assert of(Op.FORWARD, dtypes=(DType.FP8_BLOCK,)) == [*of(Op.FORWARD)[:3], *pairs, *rest]
     assert of(Op.FORWARD, dtypes=(DType.FP8_BLOCK_A16,)) == of(Op.FORWARD)
     by_row = [(RowOp.QUANTIZE_ROWS, bf16), (RowOp.ORDER_CODES, bf16), (RowOp.ACTIVATION_ROW_CODES, bf16)]
     assert of(Op.FORWARD, dtypes=(DType.FP8_CHANNEL,)) == [*of(Op.FORWARD)[:3], *by_row, *rest]

@@ -29,8 +29,8 @@ def test_codes_and_scales_of_rows() -> None:
         BASE | {"top_k": 2, "used": 3, "wide": True, "columns": 1152, "seed": 1},
     ]
     cases += [BASE | {"top_k": k, "used": used, "programs": 2} for k in (0, 2) for used in (0, 1, 5, 9, None)]
-    cases += [one | {"by_row": True} for one in cases] + [BASE | {"by_row": True, "columns": 64, "block": 128}]
-    done = warm.run([WORKER], given=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
+    cases += [case | {"by_row": True} for case in cases] + [BASE | {"by_row": True, "columns": 64, "block": 128}]
+    done = warm.run([WORKER], stdin=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == [[]] * len(cases)
 

@@ -43,7 +43,7 @@ def test_codes_and_scales() -> None:
         BLOCKS | {"special": True, "along": [ALONG_N]},
         BLOCKS | {"along": [ALONG_K], "E": 1, "N": 128, "K": 128},
     ]
-    done = warm.run([WORKER], given=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
+    done = warm.run([WORKER], stdin=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == [[]] * len(cases)
 

@@ -14,7 +14,7 @@ from pretuned.kernels import rowops
 from pretuned.kernels.rowops import RowOpSpec
 
 WORKER = Path(__file__).parents[2] / "support" / "interpret_weights.py"
-FORMATS = [one.value for one in DType if one.quantised and not one.value.endswith("_a16")]
+FORMATS = [dtype.value for dtype in DType if dtype.quantised and not dtype.value.endswith("_a16")]
 SHAPES = [[2, 64, 192], [2, 128, 128], [1, 192, 64]]
 
 
@@ -40,19 +40,23 @@ def test_bits_are_torchs() -> None:
         base | {"format": "mxfp4", "dtype": "fp32", "shape": [1, 64, 128]},
         base | {"format": "int4_g64", "dtype": "bf16", "shape": [1, 40, 64]},  # no whole block of rows: not prepared
     ]
-    done = warm.run([WORKER], given=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
+    done = warm.run([WORKER], stdin=json.dumps(cases), env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == [[]] * len(cases)
 
 
 def test_which_kernels_there_are() -> None:
     """One of each format, whether x is quantised or not; codes are moved alike whatever their scales are."""
-    every = rowops.weight_specs(tuple(DType))
-    assert {one.dtype.value for one in every if one.op is RowOp.QUANTIZE_WEIGHTS} == set(FORMATS)
-    assert {one.dtype for one in every if one.op is RowOp.MOVE_CODES} == {DType.MXFP4, DType.FP8_BLOCK, DType.INT4_G32}
+    specs = rowops.weight_specs(tuple(DType))
+    assert {spec.dtype.value for spec in specs if spec.op is RowOp.QUANTIZE_WEIGHTS} == set(FORMATS)
+    assert {spec.dtype for spec in specs if spec.op is RowOp.MOVE_CODES} == {
+        DType.MXFP4,
+        DType.FP8_BLOCK,
+        DType.INT4_G32,
+    }
     assert rowops.weight_specs((DType.BF16, DType.FP32)) == ()
     only = rowops.weight_specs((DType.FP8_BLOCK_A16,))
-    assert [(one.op, one.dtype) for one in only] == [
+    assert [(spec.op, spec.dtype) for spec in only] == [
         (RowOp.QUANTIZE_WEIGHTS, DType.FP8_BLOCK),
         (RowOp.DEQUANTIZE_WEIGHTS, DType.FP8_BLOCK),
         (RowOp.MOVE_CODES, DType.FP8_BLOCK),

@@ -42,9 +42,9 @@ def test_what_is_computed(format: str) -> None:
         whole = run(torch.arange(12))
         assert whole
         for some in (torch.tensor([5]), torch.tensor([7, 2, 11])):
-            for key, one in run(some).items():
-                assert one.shape == (len(some), whole[key].shape[1]), (name, key)
-                torch.testing.assert_close(one, whole[key][some], rtol=0.05, atol=0.05)
+            for key, tensor in run(some).items():
+                assert tensor.shape == (len(some), whole[key].shape[1]), (name, key)
+                torch.testing.assert_close(tensor, whole[key][some], rtol=0.05, atol=0.05)
 
 
 def test_each_form_is_run_in_the_mode_and_the_layer_without_it() -> None:
@@ -64,12 +64,12 @@ def test_each_form_is_run_in_the_mode_and_the_layer_without_it() -> None:
             return {"plain": torch.ones(len(some), 1)}
 
     drawn: Any = Drawn()
-    found = batch_invariance.check("bf16", drawn, sizes=(1, 16), mixes=0)
-    assert found.ok
-    assert found.results["layer: dX"] == Counted(2, 0)
-    assert found.results["layer: training as serving"] == Counted(1, 0)
-    assert found.results["products: plain"] == Counted(2, 0)
-    assert found.free == Counted(6, 3)
+    checked = batch_invariance.check("bf16", drawn, sizes=(1, 16), mixes=0)
+    assert checked.ok
+    assert checked.results["layer: dX"] == Counted(2, 0)
+    assert checked.results["layer: training as serving"] == Counted(1, 0)
+    assert checked.results["products: plain"] == Counted(2, 0)
+    assert checked.free == Counted(6, 3)
     assert set(modes) == {Invariance(), None}
     assert modes[-1] is None
     modes.clear()

@@ -67,11 +67,11 @@ def test_the_environment_is_for_all_threads(fused: Device, monkeypatch: pytest.M
     monkeypatch.setenv("PRETUNED_BATCH_INVARIANT", "1")
     reload()
     assert snapshot().invariance == Invariance()
-    found: list[object] = [ran(fused, layer())]
-    thread = threading.Thread(target=lambda: found.append(ran(fused, layer())))
+    results: list[object] = [ran(fused, layer())]
+    thread = threading.Thread(target=lambda: results.append(ran(fused, layer())))
     thread.start()
     thread.join()
-    assert found == [PLAIN, PLAIN]
+    assert results == [PLAIN, PLAIN]
     with batch_invariant():  # as it is
         assert snapshot() is hooks.snapshot
     with batch_invariant(False):
@@ -88,7 +88,7 @@ def test_a_gradient_is_computed_as_its_forward_was(device: Device) -> None:
         thread.join()
 
     def unpacked(tensor: torch.Tensor) -> torch.Tensor:
-        """As the backward asks for a tensor that its forward saved: within the mode that it chooses kernels in."""
+        """Return a saved tensor as the backward unpacks it: within the mode in which it chooses kernels."""
         seen.append(snapshot().invariance)
         return tensor
 
@@ -108,25 +108,25 @@ def test_a_gradient_is_computed_as_its_forward_was(device: Device) -> None:
 
 
 def test_another_thread_and_a_task(clean_places: object) -> None:
-    found: list[Invariance | None] = []
+    modes: list[Invariance | None] = []
 
     async def within(mode: bool) -> None:
         with batch_invariant(mode, quantize_x=mode):
             await asyncio.sleep(0)
-            found.append(snapshot().invariance)
+            modes.append(snapshot().invariance)
             await asyncio.sleep(0)
 
     async def both() -> None:
         await asyncio.gather(within(True), within(False))
 
     with batch_invariant():
-        thread = threading.Thread(target=lambda: found.append(snapshot().invariance))
+        thread = threading.Thread(target=lambda: modes.append(snapshot().invariance))
         thread.start()
         thread.join()
         asyncio.run(both())
-        found.append(snapshot().invariance)
-    assert found[:1] + found[3:] == [None, Invariance()]
-    assert sorted(map(str, found[1:3])) == ["None", str(Invariance(quantize_x=True))]
+        modes.append(snapshot().invariance)
+    assert modes[:1] + modes[3:] == [None, Invariance()]
+    assert sorted(map(str, modes[1:3])) == ["None", str(Invariance(quantize_x=True))]
     assert snapshot().invariance is None
 
 
@@ -154,7 +154,7 @@ def test_rows_that_torch_gathers_are_multiplied_by_a_kernel(device: Device) -> N
     """Copies are exact; a bias that torch adds is added to rounded numbers."""
     x, w, counts = torch.randn(3, K).T.contiguous().T, torch.randn(E, N, K), torch.tensor([1, 0, 3, 2])
     index = torch.tensor([3, 0, 5, 1, 4, 2])
-    device.there -= {(op, one) for op in (Op.FORWARD, Op.DX) for one in (Fusion.GATHER, Fusion.SCATTER)}
+    device.there -= {(op, fusion) for op in (Op.FORWARD, Op.DX) for fusion in (Fusion.GATHER, Fusion.SCATTER)}
     how = {"topk": 2, "gather_indices": index, "permute_x": True}
     wanted = grouped_gemm(x, w, counts, **how)  # type: ignore[arg-type]
     with batch_invariant():
@@ -166,12 +166,12 @@ def test_rows_that_torch_gathers_are_multiplied_by_a_kernel(device: Device) -> N
 def test_what_is_reported_it(device: Device) -> None:
     free = fingerprint(), str(explain(E=E, N=N, K=K, M=6, dtype="fp32"))
     with batch_invariant():
-        told = explain(E=E, N=N, K=K, M=6, dtype="fp32")
+        explanation = explain(E=E, N=N, K=K, M=6, dtype="fp32")
         assert fingerprint() != free[0]
-        assert preload(problems=[told.problem], tokens=range(1, 9)).count
-        assert "mode: batch-invariant, fp8's x is never quantised" in str(told)
-        assert "sums: fp32 by fma, 1 of K at a time" in str(told)
-        assert told.to_dict()["order"] == told.order
+        assert preload(problems=[explanation.problem], tokens=range(1, 9)).count
+        assert "mode: batch-invariant, fp8's x is never quantised" in str(explanation)
+        assert "sums: fp32 by fma, 1 of K at a time" in str(explanation)
+        assert explanation.to_dict()["order"] == explanation.order
         none = explain(E=E, N=N, K=K, M=6, dtype="fp16", sm=80)
         assert none.invariance
     with batch_invariant(quantize_x=True):

@@ -1,4 +1,4 @@
-"""What differentiation can't do here is refused, and never wrong in silence."""
+"""Unsupported differentiation is refused, and never silently wrong."""
 
 from __future__ import annotations
 
@@ -86,15 +86,15 @@ EACH = [
 @pytest.mark.parametrize(("call", "shapes", "name"), EACH, ids=[f"{call.__name__} {name}" for call, _, name in EACH])
 def test_a_tangent_is_refused(call: Call, shapes: dict[str, tuple[int, ...]], name: str) -> None:
     """A kernel would lose it. The second time the call is one that is remembered."""
-    given = {one: random(*shape) for one, shape in shapes.items()}
-    call(**given)
+    inputs = {name: random(*shape) for name, shape in shapes.items()}
+    call(**inputs)
     for _ in range(2):
         with forward_ad.dual_level(), pytest.raises(InputError, match="forward-mode"):
-            call(**given | {name: forward_ad.make_dual(given[name], torch.ones_like(given[name]))})
+            call(**inputs | {name: forward_ad.make_dual(inputs[name], torch.ones_like(inputs[name]))})
         with pytest.raises(InputError, match="forward-mode"):
-            torch.func.jvp(lambda one: call(**given | {name: one}), (given[name],), (given[name],))
+            torch.func.jvp(lambda tensor: call(**inputs | {name: tensor}), (inputs[name],), (inputs[name],))
         with forward_ad.dual_level():  # of others' tensors
-            call(**given)
+            call(**inputs)
 
 
 def test_a_plain_call_refuses_it_too() -> None:
@@ -107,11 +107,11 @@ def test_a_plain_call_refuses_it_too() -> None:
 
 def test_an_activation_has_it() -> None:
     h = random(T, 2 * WIDTH)
-    want = torch.func.jvp(lambda one: torch.nn.functional.silu(one[:, :WIDTH]) * one[:, WIDTH:], (h,), (h,))
+    want = torch.func.jvp(lambda tensor: torch.nn.functional.silu(tensor[:, :WIDTH]) * tensor[:, WIDTH:], (h,), (h,))
     torch.testing.assert_close(torch.func.jvp(activate, (h,), (h,)), want)
     with forward_ad.dual_level():
-        found = forward_ad.unpack_dual(activate(forward_ad.make_dual(h, h)))
-    torch.testing.assert_close((found.primal, found.tangent), want)
+        got = forward_ad.unpack_dual(activate(forward_ad.make_dual(h, h)))
+    torch.testing.assert_close((got.primal, got.tangent), want)
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_a_compiled_tangent_is_refused() -> None:
     x, w, m_sizes = random(T, K), random(E, N, K), torch.tensor([3, 0, 4, 0])
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda x: torch.func.jvp(lambda one: grouped_gemm(one, w, m_sizes), (x,), (x,))[1],
+        lambda x: torch.func.jvp(lambda tensor: grouped_gemm(tensor, w, m_sizes), (x,), (x,))[1],
         backend="eager",
         fullgraph=True,
     )
@@ -129,9 +129,9 @@ def test_a_compiled_tangent_is_refused() -> None:
 
 
 def test_a_functional_gradient_of_a_product_beside_an_adapter_is_refused() -> None:
-    given = {name: random(*shape) for name, shape in ADAPTED.items()}
+    inputs = {name: random(*shape) for name, shape in ADAPTED.items()}
     with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.grad(lambda A: adapted(**given | {"A": A}).sum())(given["A"])
+        torch.func.grad(lambda A: adapted(**inputs | {"A": A}).sum())(inputs["A"])
 
 
 def test_compiled_code_may_be_mapped(device: Device) -> None:
@@ -139,8 +139,10 @@ def test_compiled_code_may_be_mapped(device: Device) -> None:
     device.visible = False
     x, w, m_sizes = random(2, T, K), random(E, N, K), torch.tensor([3, 0, 4, 0])
     torch._dynamo.reset()
-    compiled = torch.compile(torch.vmap(lambda one: grouped_gemm(one, w, m_sizes)), backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), torch.stack([grouped_gemm(one, w, m_sizes) for one in x]))
+    compiled = torch.compile(
+        torch.vmap(lambda tensor: grouped_gemm(tensor, w, m_sizes)), backend="eager", fullgraph=True
+    )
+    torch.testing.assert_close(compiled(x), torch.stack([grouped_gemm(tensor, w, m_sizes) for tensor in x]))
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside an adapter"])
@@ -179,29 +181,29 @@ def test_so_is_who_saved_that_of_a_plain_call(calls: int) -> None:
 
 
 class Wrapped(torch.Tensor):
-    """As a DTensor: without memory of its own."""
+    """A tensor without memory of its own, like a DTensor."""
 
     inner: torch.Tensor
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapped:
-        made: Wrapped = torch.Tensor._make_wrapper_subclass(
+        wrapper: Wrapped = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, dtype=inner.dtype, device=inner.device, strides=inner.stride()
         )
-        made.inner = inner
-        return made
+        wrapper.inner = inner
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def bare(one: Any) -> Any:
-            return one.inner if isinstance(one, Wrapped) else one
+        def bare(value: Any) -> Any:
+            return value.inner if isinstance(value, Wrapped) else value
 
         return func(*torch.utils._pytree.tree_map(bare, args), **torch.utils._pytree.tree_map(bare, kwargs or {}))
 
 
 @pytest.mark.parametrize("which", ["m_sizes", "gather_indices", "topk_weights", "bias"])
 def test_a_wrapped_tensor_reaches_no_kernel_as_a_null_pointer(which: str, device: Device) -> None:
-    given: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "x": random(T, K),
         "w": random(E, N, K),
         "m_sizes": torch.tensor([3, 4, 5, 2]),
@@ -210,29 +212,29 @@ def test_a_wrapped_tensor_reaches_no_kernel_as_a_null_pointer(which: str, device
         "topk_weights": random(T, TOPK),
     }
     form: dict[str, Any] = {"topk": TOPK, "permute_x": True, "fuse_mul_post": True}
-    want = grouped_gemm(**given, **form)
+    want = grouped_gemm(**inputs, **form)
     count = len(device.products)
-    found = grouped_gemm(**given | {which: Wrapped(given[which])}, **form)
-    torch.testing.assert_close(found, want)
-    read = [[one.words[name] for name in ("m_sizes", "index", "row_weights", "bias")] for one in device.products]
+    y = grouped_gemm(**inputs | {which: Wrapped(inputs[which])}, **form)
+    torch.testing.assert_close(y, want)
+    read = [[launch.words[name] for name in ("m_sizes", "index", "row_weights", "bias")] for launch in device.products]
     assert all(map(all, read))
     assert len(read) == 2 * count
 
 
 class Waiting(Wrapped):
-    """As an AsyncCollectiveTensor: a view of it waits, too."""
+    """A tensor whose views wait, like an AsyncCollectiveTensor."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = super().__torch_dispatch__(func, types, args, kwargs)
-        return cls(made) if func is torch.ops.aten.view.default else made
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        return cls(out) if func is torch.ops.aten.view.default else out
 
 
 def backward(call: Call, shapes: dict[str, tuple[int, ...]], wraps: bool) -> tuple[torch.Tensor, ...]:
-    given = [random(*shape).requires_grad_() for shape in shapes.values()]
-    y = call(*given)
+    inputs = [random(*shape).requires_grad_() for shape in shapes.values()]
+    y = call(*inputs)
     dy = random(*y.shape)
-    return torch.autograd.grad(y, given, Waiting(dy) if wraps else dy)
+    return torch.autograd.grad(y, inputs, Waiting(dy) if wraps else dy)
 
 
 GATHERED: dict[str, Any] = {"topk": TOPK, "gather_indices": torch.arange(T * TOPK).flip(0), "permute_x": True}
@@ -251,8 +253,8 @@ GATHERED: dict[str, Any] = {"topk": TOPK, "gather_indices": torch.arange(T * TOP
 def test_neither_does_a_wrapped_gradient(call: Call, shapes: dict[str, tuple[int, ...]]) -> None:
     """A collective of the layer behind may still be under way."""
     for _ in range(2):  # the second time by a plan
-        for found, want in zip(backward(call, shapes, True), backward(call, shapes, False), strict=True):
-            torch.testing.assert_close(found, want)
+        for got, want in zip(backward(call, shapes, True), backward(call, shapes, False), strict=True):
+            torch.testing.assert_close(got, want)
 
 
 def test_nor_do_wrapped_counts_of_a_plain_call() -> None:
@@ -267,28 +269,28 @@ def test_nor_do_wrapped_counts_of_a_plain_call() -> None:
 @pytest.mark.parametrize("which", ["dy", "w", "x", "topk_weights"])
 def test_a_gradient_that_is_called_alone_refuses_a_tangent(which: str) -> None:
     weighted = {"topk_weights": random(T, TOPK), "fuse_mul_post": True} if which == "topk_weights" else {}
-    given: dict[str, Any] = GATHERED | weighted | {"dy": random(T * TOPK, N), "m_sizes": torch.tensor([3, 4, 5, 2])}
+    inputs: dict[str, Any] = GATHERED | weighted | {"dy": random(T * TOPK, N), "m_sizes": torch.tensor([3, 4, 5, 2])}
     for call, other in ((grouped_gemm_dX, {"w": random(E, N, K)}), (grouped_gemm_dW, {"x": random(T, K)})):
-        if which in given | other:
+        if which in inputs | other:
             with forward_ad.dual_level():
-                primal = (given | other)[which]
+                primal = (inputs | other)[which]
                 dual = forward_ad.make_dual(primal, torch.ones_like(primal))
                 with pytest.raises(InputError, match=f"{call.__name__}: a tensor has a forward-mode tangent"):
-                    call(**given | other | {which: dual})
+                    call(**inputs | other | {which: dual})
 
 
 @pytest.mark.parametrize("which", ["dy", "w", "x", "m_sizes", "gather_indices", "topk_weights"])
 def test_nor_does_a_wrapped_tensor_of_a_gradient_that_is_called_alone(which: str) -> None:
-    given: dict[str, Any] = GATHERED | {
+    inputs: dict[str, Any] = GATHERED | {
         "dy": random(T * TOPK, N),
         "m_sizes": torch.tensor([3, 4, 5, 2]),
         "topk_weights": random(T, TOPK),
         "fuse_mul_post": True,
     }
     for call, other in ((grouped_gemm_dX, {"w": random(E, N, K)}), (grouped_gemm_dW, {"x": random(T, K)})):
-        if which in given | other:
-            wrapped = given | other | {which: Waiting((given | other)[which])}
-            torch.testing.assert_close(call(**wrapped), call(**given, **other))
+        if which in inputs | other:
+            wrapped = inputs | other | {which: Waiting((inputs | other)[which])}
+            torch.testing.assert_close(call(**wrapped), call(**inputs, **other))
 
 
 def test_a_tensor_without_memory_is_refused() -> None:
@@ -314,12 +316,12 @@ def test_a_tensor_of_another_class_is_not_copied() -> None:
 @pytest.mark.parametrize("which", ["x", "w", "bias"])
 def test_autocast_casts_any_of_them(which: str, device: Device) -> None:
     device.visible = False  # the made-up GPU has float32 alone
-    given = {"x": random(8, K), "w": random(E, N, K), "bias": random(E, N)}
-    given = {name: one if name == which else one.bfloat16() for name, one in given.items()}
+    inputs = {"x": random(8, K), "w": random(E, N, K), "bias": random(E, N)}
+    inputs = {name: tensor if name == which else tensor.bfloat16() for name, tensor in inputs.items()}
     m_sizes = torch.tensor([3, 0, 4, 1])
     with torch.autocast("cpu", torch.bfloat16):
-        bias = given.pop("bias").requires_grad_()
-        y = grouped_gemm(**given, m_sizes=m_sizes, bias=bias)
+        bias = inputs.pop("bias").requires_grad_()
+        y = grouped_gemm(**inputs, m_sizes=m_sizes, bias=bias)
     assert y.dtype is torch.bfloat16
     (dbias,) = torch.autograd.grad(y.sum(), bias)
     assert dbias.dtype is bias.dtype
@@ -327,7 +329,7 @@ def test_autocast_casts_any_of_them(which: str, device: Device) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_meta_tensors_have_a_shape(autocast: bool) -> None:
-    x, w, m_sizes = (one.to("meta") for one in (random(8, K), random(E, N, K), torch.tensor([3, 0, 4, 1])))
+    x, w, m_sizes = (tensor.to("meta") for tensor in (random(8, K), random(E, N, K), torch.tensor([3, 0, 4, 1])))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = grouped_gemm(x, w, m_sizes)
     assert (y.shape, y.dtype, y.device.type) == ((8, N), torch.float32, "meta")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_driver import H200
-from emulated_kernels import bundle_of, made
+from emulated_kernels import bundle_of, variant_and_code
 from host_gpu import ALL, PASSES, PERSISTENT, Device, Replay, replays, specs, warnings
 
 from pretuned.artifacts.codec import encode
@@ -32,19 +32,21 @@ def publish(device: Device, small: Config = PERSISTENT, gather_ns: int = 1000) -
 
     ``gather_ns``: the time of the products that gather rows; that of the others is 1000.
     """
-    every = [one for config in (small, LARGE) for one in specs({*ALL, *PASSES}, DType.FP32, config)]
-    every = list(dict.fromkeys(every))
+    listed = [spec for config in (small, LARGE) for spec in specs({*ALL, *PASSES}, DType.FP32, config)]
+    listed = list(dict.fromkeys(listed))
     choices: dict[Problem, list[Choice]] = {}
-    for at, (one, _) in enumerate(every):
-        if not isinstance(one, Spec) or one.alignment != 16:
+    for at, (spec, _) in enumerate(listed):
+        if not isinstance(spec, Spec) or spec.alignment != 16:
             continue
         for N, reduction in SIZES:
-            problem = Problem(one.op, DType.FP32, E, N, reduction, one.layout, one.fusion)
+            problem = Problem(spec.op, DType.FP32, E, N, reduction, spec.layout, spec.fusion)
             buckets = [1 << power for power in range(14)]
-            some = [each for each in buckets if (each >= LARGE_FROM) == (one.config == LARGE)]
-            time = gather_ns if Fusion.GATHER in one.fusion else 1000
+            some = [each for each in buckets if (each >= LARGE_FROM) == (spec.config == LARGE)]
+            time = gather_ns if Fusion.GATHER in spec.fusion else 1000
             choices.setdefault(problem, []).extend(Choice(each, at, Source.MEASURED, time, gpu=0) for each in some)
-    device.publish(encode(bundle_of([made(spec, block=block) for spec, block in every], choices, gpus=[H200])))
+    device.publish(
+        encode(bundle_of([variant_and_code(spec, block=block) for spec, block in listed], choices, gpus=[H200]))
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +61,9 @@ def replayed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[R
 
 def blocks(device: Device) -> list[int]:
     """block_m of the products that were launched since this was last asked."""
-    found = [dict(one.code.config)["block_m"] for one in device.products]
+    heights = [dict(launch.code.config)["block_m"] for launch in device.products]
     device.launches.clear()
-    return found
+    return heights
 
 
 def product(rows: int, *, gathers: bool = False, low: bool = False) -> Callable[..., list[torch.Tensor]]:
@@ -104,7 +106,7 @@ def layer(tokens: int, *, there: int = E, grad: bool = True, low: bool = False) 
         out = moe_mlp(hidden, up, down, ids, weights, lora=lora, **how)
         if not grad:
             return [out]
-        asked = [hidden, up, down, weights, *(each for one in lora or () for each in one[:2])]
+        asked = [hidden, up, down, weights, *(each for pair in lora or () for each in pair[:2])]
         return [out, *torch.autograd.grad(out, asked, torch.linspace(-1, 1, out.numel()).view_as(out))]
 
     return call
@@ -148,7 +150,7 @@ def test_a_plan_of_another_hint_is_not_used(device: Device, replayed: list[Repla
         call(expected_rows=hint)
         assert set(blocks(device)) == {16 if hint in (15, 16, 17) else 64}
     assert replayed
-    keys = [one for one in dispatch_snapshot.snapshot().plans if one[0] != "lora"]
+    keys = [key for key in dispatch_snapshot.snapshot().plans if key[0] != "lora"]
     assert len(keys) == 3
 
 
@@ -164,11 +166,11 @@ def test_more_rows_than_expected_are_all_computed(
     grids: list[list[tuple[int, int]]] = []
     for hint in (16, 16, 0):
         device.launches.clear()
-        for got, one in zip(ran(expected_rows=hint), want, strict=True):
-            torch.testing.assert_close(got, one)
-        rows = [one for one in device.products if one.code.op is not Op.DW]
-        assert {one.words["M"] for one in device.products} == {MANY}
-        grids.append([(one.words["N"], one.grid) for one in rows])
+        for got, expected in zip(ran(expected_rows=hint), want, strict=True):
+            torch.testing.assert_close(got, expected)
+        rows = [product for product in device.products if product.code.op is not Op.DW]
+        assert {product.words["M"] for product in device.products} == {MANY}
+        grids.append([(row.words["N"], row.grid) for row in rows])
         if config.schedule is Schedule.TILE:
             assert all(grid >= MANY // 16 for _, grid in grids[-1])
     assert grids[0] == grids[1] == grids[2]
@@ -178,8 +180,8 @@ def test_fewer_rows_than_expected_are_right(device: Device) -> None:
     call = layer(128, there=1)
     want = call()
     for hint in (256, 256, 16, 16):
-        for got, one in zip(call(expected_rows=hint), want, strict=True):
-            torch.testing.assert_close(got, one)
+        for got, expected in zip(call(expected_rows=hint), want, strict=True):
+            torch.testing.assert_close(got, expected)
 
 
 def test_a_plan_is_not_of_another_number_of_tokens_with_the_same_hint(device: Device, replayed: list[Replay]) -> None:
@@ -226,7 +228,7 @@ def test_rows_of_no_expert_are_zeroed_for_a_gradient_alone(device: Device) -> No
     for grad in (False, True):
         with torch.set_grad_enabled(grad), torch.autograd.profiler.profile() as ran:
             results.append(moe_mlp(hidden, up, down, ids, weights, weights_on="input"))
-        zeroed.append(sum(one.name == "aten::zero_" for one in ran.function_events))
+        zeroed.append(sum(event.name == "aten::zero_" for event in ran.function_events))
     assert zeroed[1] == zeroed[0] + 1
     assert torch.equal(*results)
 
@@ -259,7 +261,7 @@ def test_a_tuner_is_asked_for_the_hints_bucket(device: Device) -> None:
 
 
 def test_the_operators_carry_it(device: Device) -> None:
-    """As a compiled graph calls them: forward and gradient choose by the hint."""
+    """A compiled graph calls the operators: forward and gradient choose by the hint."""
     from pretuned.runtime.api import torch_library
 
     assert torch_library.traced is not None
@@ -282,16 +284,16 @@ def test_the_operators_carry_it(device: Device) -> None:
 
 def test_explain_shows_that_the_hint_changed_the_choice(device: Device) -> None:
     x, w, m_sizes = torch.randn(256, H), torch.randn(E, I, H), torch.full((E,), 64, dtype=torch.int32)
-    told = explain(x, w, m_sizes, expected_rows=16)
-    assert told.M == 256
-    assert told.expected_rows == 16
-    assert told.chosen is not None
-    assert told.chosen.config == PERSISTENT
-    assert told.without_hint is not None
-    assert str(LARGE) in told.without_hint
-    assert "hint: expected_rows=16: chosen for bucket 16; for M=256 it is " in str(told)
-    assert told.to_dict()["bucket"] == 16
-    assert told.to_dict()["expected_rows"] == 16
+    explanation = explain(x, w, m_sizes, expected_rows=16)
+    assert explanation.M == 256
+    assert explanation.expected_rows == 16
+    assert explanation.chosen is not None
+    assert explanation.chosen.config == PERSISTENT
+    assert explanation.without_hint is not None
+    assert str(LARGE) in explanation.without_hint
+    assert "hint: expected_rows=16: chosen for bucket 16; for M=256 it is " in str(explanation)
+    assert explanation.to_dict()["bucket"] == 16
+    assert explanation.to_dict()["expected_rows"] == 16
     same = explain(x, w, m_sizes, expected_rows=200)
     assert same.chosen is not None
     assert same.chosen.config == LARGE
@@ -330,10 +332,10 @@ def test_few_rows_of_many_have_no_program_for_each_tile(device: Device, monkeypa
 
     def schedules(call: Callable[..., list[torch.Tensor]], **how: Any) -> Config:
         device.launches.clear()
-        found = call(**how)
+        got = call(**how)
         want = call(expected_rows=None)
-        for one, other in zip(found, want, strict=True):
-            torch.testing.assert_close(one, other)
+        for tensor, other in zip(got, want, strict=True):
+            torch.testing.assert_close(tensor, other)
         return Config.from_pairs(device.products[0].code.config)
 
     assert schedules(product(64), expected_rows=16) == Config(16, 64, 64, 4, 2, schedule=Schedule.TILE)
@@ -349,6 +351,6 @@ def test_few_rows_of_many_have_no_program_for_each_tile(device: Device, monkeypa
 def test_without_other_code_a_program_for_each_tile_runs(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     device.has(Config(16, 64, 64, 4, 2, schedule=Schedule.TILE))
     call = product(MANY)
-    for one, other in zip(call(expected_rows=16), call(), strict=True):
-        torch.testing.assert_close(one, other)
+    for tensor, other in zip(call(expected_rows=16), call(), strict=True):
+        torch.testing.assert_close(tensor, other)
     assert not warnings(caplog)

@@ -69,10 +69,10 @@ def q_columns(t: torch.Tensor, columns: int) -> torch.Tensor:
     return ((groups * scale.reciprocal()).to(torch.float8_e4m3fn).float() * scale).view(padded.shape)[:M]
 
 
-def apart(found: torch.Tensor, want: torch.Tensor) -> float:
+def apart(got: torch.Tensor, want: torch.Tensor) -> float:
     """The relative distance of two tensors."""
-    found, want = found.detach().float(), want.detach().float()
-    return float((found - want).norm() / want.norm())
+    got, want = got.detach().float(), want.detach().float()
+    return float((got - want).norm() / want.norm())
 
 
 def by_expert(product: Callable[[int, slice], torch.Tensor], counts: list[int]) -> list[torch.Tensor]:
@@ -108,9 +108,9 @@ def test_small_matrices_have_a_dw_in_bf16(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(w.grad, plain.grad)  # type: ignore[arg-type]
     inputs = layer(torch.float32)
     bf16 = inputs | {name: inputs[name].detach().bfloat16().requires_grad_() for name in inputs if "_weight" in name}
-    found, want = step(inputs, **FP8), step(bf16 | {"topk_weights": inputs["topk_weights"]}, **FP8)
-    assert apart(found[3], want[3]) < LOSS
-    assert found[3].dtype is torch.float32
+    got, want = step(inputs, **FP8), step(bf16 | {"topk_weights": inputs["topk_weights"]}, **FP8)
+    assert apart(got[3], want[3]) < LOSS
+    assert got[3].dtype is torch.float32
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
@@ -172,9 +172,9 @@ def test_gradients_are_bf16s_within_what_quantising_loses(biased: bool) -> None:
         more |= {"down_bias": torch.randn(E, H).bfloat16().requires_grad_()}
     plain, fp8 = step(inputs, **more), step(inputs, **more, **FP8)
     assert len(plain) == len(fp8) == 5 + 2 * biased
-    for found, want in zip(fp8, plain, strict=True):
-        assert found.dtype is want.dtype
-        assert 0 < apart(found, want) < LOSS
+    for got, want in zip(fp8, plain, strict=True):
+        assert got.dtype is want.dtype
+        assert 0 < apart(got, want) < LOSS
     again = step(inputs, **more, **FP8)
     assert all(map(torch.equal, again, fp8))  # the same bits
 
@@ -366,7 +366,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", list(WRITES))
 def test_no_write_leaves_weights_stale(write: str) -> None:
-    """Whether torch counts a write or not, the next forward and its backward read the new numbers."""
+    """The next forward and its backward read the new numbers, if torch counts a write and if it does not."""
     x, w, dy, m_sizes = operands()
     before = grouped_gemm(x, w, m_sizes, **FP8)
     before.backward(dy)
@@ -453,8 +453,8 @@ def test_checkpointing_recomputes_the_same_forward() -> None:
     y = torch.utils.checkpoint.checkpoint(again, *inputs.values(), use_reentrant=False)
     target = torch.sin(torch.arange(y.numel())).view(y.shape)
     (y.float() - target).square().mean().backward()
-    found = [y.detach(), *(t.grad for t in inputs.values() if t.grad is not None)]
-    assert all(map(torch.equal, found, want))
+    results = [y.detach(), *(t.grad for t in inputs.values() if t.grad is not None)]
+    assert all(map(torch.equal, results, want))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -510,7 +510,9 @@ def test_tracing_is_refused() -> None:
 
 def test_preload_loads_dw_of_codes(machine: Machine, clean_places: Path) -> None:
     gemms, rows = search.of_training(90)
-    emulated_kernels.write(clean_places / "training.msgpack", [emulated_kernels.made(one) for one in (*gemms, *rows)])
+    emulated_kernels.write(
+        clean_places / "training.msgpack", [emulated_kernels.variant_and_code(spec) for spec in (*gemms, *rows)]
+    )
     reload()
     loaded = preload(problems=[Problem(Op.FORWARD, DType.FP8_BLOCK, 4, 256, 128)]).count
     both = [Problem(op, DType.FP8_BLOCK, 4, 256, 128) for op in (Op.FORWARD, Op.DW)]
@@ -541,7 +543,9 @@ def test_on_a_gpu_rows_are_quantised_whatever_a_plan_says(
     """The bits of a layer do not depend on whether bf16 x would be faster; they are near those without a GPU."""
     machine.publish(quantises=quantises)
     gemms, rows = search.of_training(90)
-    emulated_kernels.write(clean_places / "training.msgpack", [emulated_kernels.made(one) for one in (*gemms, *rows)])
+    emulated_kernels.write(
+        clean_places / "training.msgpack", [emulated_kernels.variant_and_code(spec) for spec in (*gemms, *rows)]
+    )
     reload()
     hidden, ids, scores = routed(24)
     g = torch.Generator().manual_seed(3)
@@ -567,13 +571,13 @@ def test_on_a_gpu_rows_are_quantised_whatever_a_plan_says(
         assert torch.equal(moe_mlp(hidden, up, down, ids, scores, **FP8), y)
     fewer = moe_mlp(hidden[:4], up, down, ids[:4], scores[:4], **FP8)  # where bf16 x is faster in either case
     assert torch.equal(fewer, y[:4])
-    found = [y.detach(), *(leaf.grad for leaf in (hidden, up, down))]
+    results = [y.detach(), *(leaf.grad for leaf in (hidden, up, down))]
     with pytest.MonkeyPatch.context() as host:
         host.setattr(tensors, "on_gpu", lambda tensor: False)
         leaves = [leaf.detach().requires_grad_() for leaf in (hidden, up, down)]
         want = moe_mlp(*leaves, ids, scores, **FP8)
         want.backward(dy)
-    for mine, other in zip(found, [want.detach(), *(leaf.grad for leaf in leaves)], strict=True):
+    for mine, other in zip(results, [want.detach(), *(leaf.grad for leaf in leaves)], strict=True):
         assert mine is not None
         assert other is not None
         assert apart(mine, other) < 0.02

@@ -61,7 +61,7 @@ def machine(clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mac
 def published(folder: Path, without: Op | RowOp | None = None) -> None:
     """Publish the kernels of fp8 training, but for one."""
     gemms, rows = search.of_training(90)
-    there = [emulated_kernels.made(spec) for spec in (*gemms, *rows) if spec.op is not without]
+    there = [emulated_kernels.variant_and_code(spec) for spec in (*gemms, *rows) if spec.op is not without]
     emulated_kernels.write(folder / "training.msgpack", there)
     kinds = frozenset({*ALL, *PASSES}) - {without}
     publish(folder / "bf16.msgpack", bundle_bytes(frozenset(kinds), DType.BF16, PERSISTENT))
@@ -131,8 +131,8 @@ def step(inputs: Inputs, **how: Any) -> list[torch.Tensor]:
     return [y.detach(), *torch.autograd.grad(y, leaves, dout)]
 
 
-def same(found: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
-    return len(found) == len(want) and all(map(torch.equal, found, want))
+def same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
+    return len(got) == len(want) and all(map(torch.equal, got, want))
 
 
 def again(inputs: Inputs, replayed: Replayed, **how: Any) -> None:
@@ -245,11 +245,11 @@ def test_no_write_leaves_a_plan_with_old_weights(replayed: Replayed, write: Any)
     for name in ("gate_up_weight", "down_weight"):
         write(inputs[name])
         fresh = inputs | {name: inputs[name].detach().clone().requires_grad_()}
-        found = step(inputs)
+        got = step(inputs)
         with long_way():
             want = step(fresh)
-        assert same(found, want)
-        assert not torch.equal(found[0], before[0])
+        assert same(got, want)
+        assert not torch.equal(got[0], before[0])
         step(inputs)
 
 
@@ -282,7 +282,7 @@ def test_weights_that_a_block_keeps_have_plans_too(replayed: Replayed, machine: 
         step(inputs)
         with torch.no_grad():
             inputs["down_weight"].add_(1)  # against the rule, but counted
-        found, again_found = step(inputs), step(inputs)
+        got, again_found = step(inputs), step(inputs)
         with torch.no_grad():
             inputs["gate_up_weight"].add_(1)
             y = moe_mlp(**inputs, **FP8)  # type: ignore[arg-type]
@@ -291,8 +291,8 @@ def test_weights_that_a_block_keeps_have_plans_too(replayed: Replayed, machine: 
         after = step(inputs)
     assert same(last, after)
     assert torch.equal(y, after[0])
-    assert same(found, again_found)
-    assert not torch.equal(found[0], want[0])
+    assert same(got, again_found)
+    assert not torch.equal(got[0], want[0])
     with torch.no_grad():
         inputs["gate_up_weight"].sub_(1)
     with long_way():
@@ -429,9 +429,9 @@ def test_without_a_kernel_there_is_no_plan(
     published(clean_places, without)
     forwards = 0 if without is RowOp.QUANTIZE_BLOCKS else 2
     for _ in range(3):
-        found = step(inputs)
-        assert torch.equal(found[0], want[0])
-        assert all(float((a - b).norm() / b.norm()) < 5e-2 for a, b in zip(found, want, strict=True))
+        got = step(inputs)
+        assert torch.equal(got[0], want[0])
+        assert all(float((a - b).norm() / b.norm()) < 5e-2 for a, b in zip(got, want, strict=True))
     assert replayed.counts() == (forwards, 0)
 
 
@@ -460,9 +460,9 @@ def test_threads_share_a_plan(replayed: Replayed) -> None:
 
     def work(of: Inputs, wanted: list[torch.Tensor]) -> None:
         for _ in range(5):
-            found = step(of | experts)
-            if not same(found, wanted):
-                wrong.append(found)
+            got = step(of | experts)
+            if not same(got, wanted):
+                wrong.append(got)
 
     threads = [threading.Thread(target=work, args=both) for both in zip(tokens, want, strict=True)]
     for thread in threads:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_driver import H200, EmulatedGpu, emulated
-from emulated_kernels import bundle_of, made
+from emulated_kernels import bundle_of, variant_and_code
 from host_gpu import Device
 
 from pretuned.artifacts.codec import encode
@@ -123,9 +123,9 @@ X, W, SIZES = call()
     ],
 )
 def test_what_cannot_be_used_is_named(how: dict[str, object], words: str) -> None:
-    given = {"x": X, "w": W, "m_sizes": SIZES, **how}
+    inputs = {"x": X, "w": W, "m_sizes": SIZES, **how}
     with pytest.raises(InputError, match=f"^grouped_gemm: .*{words}"):
-        grouped_gemm(**given)  # type: ignore[arg-type]
+        grouped_gemm(**inputs)  # type: ignore[arg-type]
 
 
 def test_rows_beyond_int32_are_refused() -> None:
@@ -170,13 +170,13 @@ def test_a_plain_call_takes_the_kernel_of_its_own_bucket(device: Device, rows: t
     problem = Problem(Op.FORWARD, DType.BF16, 2, 16, 16)
     configs = {1024: Config(16, 64, 64, 4, 2), 2048: Config(64, 64, 64, 4, 2)}
     choices = {problem: [Choice(bucket, i, Source.MEASURED, 1000, gpu=0) for i, bucket in enumerate(configs)]}
-    variants = [made(Spec(Op.FORWARD, DType.BF16, config)) for config in configs.values()]
+    variants = [variant_and_code(Spec(Op.FORWARD, DType.BF16, config)) for config in configs.values()]
     device.publish(encode(bundle_of(variants, choices, gpus=[H200])))
     device.computes = False
     w = torch.randn(2, 16, 16, dtype=torch.bfloat16)
     for M in rows * 2:
         grouped_gemm(torch.randn(M, 16, dtype=torch.bfloat16), w, torch.tensor([M, 0]))
-    assert [one.code.config for one in device.launches] == [configs[bucket_of(M)].pairs() for M in rows * 2]
+    assert [launch.code.config for launch in device.launches] == [configs[bucket_of(M)].pairs() for M in rows * 2]
 
 
 def test_rows_of_y_that_are_no_whole_16_bytes_are_filled_up(clean_places: Path) -> None:

@@ -26,16 +26,16 @@ def test_later_calls_write_where_out_says(gpu: Device) -> None:
     x, out = torch.randn(T, H).bfloat16(), torch.empty(T, H).bfloat16()
     weights = torch.rand(T, TOPK)
     ids = torch.randint(0, E, (T, TOPK))
-    given = layer.Weights(torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16(), None, None)
-    plan = layer_plan.plan_layer(HOW, x, given, ids, weights, out)
+    layer_weights = layer.Weights(torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16(), None, None)
+    plan = layer_plan.plan_layer(HOW, x, layer_weights, ids, weights, out)
     assert plan is not None
     for into in (out, torch.empty_like(out), torch.empty_like(out)):
-        assert plan.takes(x, given, ids, weights, into)
-        found, *_ = plan.forward(HOW, x, given, sort_routing(ids, E), weights, keeps_h=False, into=into)
-        assert found is into
+        assert plan.takes(x, layer_weights, ids, weights, into)
+        result, *_ = plan.forward(HOW, x, layer_weights, sort_routing(ids, E), weights, keeps_h=False, into=into)
+        assert result is into
         assert gpu.passes[-1].words["out"] == into.data_ptr()
-    (known,) = plan.programs.values()
-    assert len(known.steps) == 4  # both products, the activation, the sum: they ran by it
+    (program,) = plan.programs.values()
+    assert len(program.steps) == 4  # both products, the activation, the sum: they ran by it
     wide, more = torch.empty(T, 2 * H).bfloat16(), torch.empty(T * H + 8).bfloat16()
     held = torch.empty(T * H // 2 + T * TOPK)
     own = held[T * H // 2 - 8 : T * H // 2].view(T, TOPK).copy_(weights)
@@ -47,9 +47,9 @@ def test_later_calls_write_where_out_says(gpu: Device) -> None:
         (out.float(), weights),
         (held[: T * H // 2].view(torch.bfloat16).view(T, H), own),
     ):
-        assert not plan.takes(x, given, ids, some, other)
+        assert not plan.takes(x, layer_weights, ids, some, other)
         assert (
             other.shape != x.shape
-            or layer_plan.plan_layer(HOW, x, given, ids, some, other) is None
+            or layer_plan.plan_layer(HOW, x, layer_weights, ids, some, other) is None
             or (other.dtype is torch.float32)
         )

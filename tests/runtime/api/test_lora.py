@@ -42,8 +42,8 @@ def test_every_form_and_its_gradients(form: dict[str, bool], shared: bool) -> No
     torch.manual_seed(0)
     routing = sort_routing(torch.stack([torch.randperm(E + 1)[:TOPK] for _ in range(T)]), E)  # E: on another rank
     x, w = random(T if form["permute_x"] else T * TOPK, K), random(E, N, K)
-    one = 1 if shared else E
-    lora = Lora(random(one, R, K), random(one, N, R), SCALE)
+    adapters = 1 if shared else E
+    lora = Lora(random(adapters, R, K), random(adapters, N, R), SCALE)
     weights, bias = random(T, TOPK), random(E, N)
     layout = "kn" if form["kn"] else "nk"
     if form["kn"]:
@@ -68,14 +68,14 @@ def test_every_form_and_its_gradients(form: dict[str, bool], shared: bool) -> No
 
 
 def test_a_frozen_weight_is_not_copied_and_gets_no_gradient() -> None:
-    """What the graph keeps beside the operands is x A.T, [M, r]: nothing of w's size."""
+    """The graph keeps x A.T, [M, r], beside the operands: nothing of w's size."""
     w = random(E, N, K).detach()
     lora, x, m_sizes = Lora(random(E, R, K), random(E, N, R), SCALE), random(9, K), torch.tensor([2, 3, 0, 4])
     kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         y = grouped_gemm(x, w, m_sizes, lora=lora)
-    mine = {one.data_ptr() for one in (x, w, lora.A, lora.B, m_sizes)}
-    assert {one.shape for one in kept if one.data_ptr() not in mine} == {(9, R)}
+    mine = {tensor.data_ptr() for tensor in (x, w, lora.A, lora.B, m_sizes)}
+    assert {tensor.shape for tensor in kept if tensor.data_ptr() not in mine} == {(9, R)}
     y.sum().backward()
     assert w.grad is None
     assert lora.A.grad is not None
@@ -107,9 +107,9 @@ def test_quantised_weights(format: str) -> None:
     whole_x = x.detach().float().requires_grad_()
     want = grouped_gemm(whole_x, whole(dense, lora), m_sizes)
     wanted = torch.autograd.grad(want, (whole_x, lora.A, lora.B), dy.float())
-    assert [one.dtype for one in got] == [torch.bfloat16, torch.float32, torch.float32]
-    for one, other in ((y, want), *zip(got, wanted, strict=True)):
-        assert float((one.float() - other).detach().norm() / other.detach().norm()) < (
+    assert [tensor.dtype for tensor in got] == [torch.bfloat16, torch.float32, torch.float32]
+    for tensor, other in ((y, want), *zip(got, wanted, strict=True)):
+        assert float((tensor.float() - other).detach().norm() / other.detach().norm()) < (
             5e-2 if format == "fp8_block" else 1e-2
         )
 
@@ -130,7 +130,7 @@ def test_a_whole_layer(weights_on: str, which: tuple[bool, bool], gated: bool) -
     both = whole(up, pair[0]) if which[0] else up, whole(down, pair[1]) if which[1] else down
     want = moe_mlp(hidden, *both, ids, weights, "silu", **more)
     torch.testing.assert_close(got, want)
-    leaves = [hidden, weights, up, *(one for part in lora if part is not None for one in part[:2])]
+    leaves = [hidden, weights, up, *(matrix for part in lora if part is not None for matrix in part[:2])]
     dout = torch.randn_like(got)
     torch.testing.assert_close(torch.autograd.grad(got, leaves, dout), torch.autograd.grad(want, leaves, dout))
     torch.testing.assert_close(
@@ -142,7 +142,7 @@ def test_a_whole_layer(weights_on: str, which: tuple[bool, bool], gated: bool) -
 def test_gradcheck_with_every_input() -> None:
     torch.manual_seed(0)
     routing = sort_routing(torch.randint(0, E, (T, TOPK)), E)
-    given = random(T, K), random(E, N, K), random(E, R, K), random(E, N, R), random(T, TOPK), random(E, N)
+    inputs = random(T, K), random(E, N, K), random(E, R, K), random(E, N, R), random(T, TOPK), random(E, N)
 
     def call(x: torch.Tensor, w: torch.Tensor, A: torch.Tensor, B: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         return grouped_gemm(
@@ -158,21 +158,21 @@ def test_gradcheck_with_every_input() -> None:
             lora=Lora(A, B, SCALE),
         )
 
-    assert torch.autograd.gradcheck(call, given, fast_mode=True)
+    assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("learns", ["A", "B", "x", "w", "bias"])
 def test_one_gradient_alone(learns: str) -> None:
     """Only what it needs is kept; it is what it is among all."""
     torch.manual_seed(0)
-    given = {"x": random(9, K), "w": random(E, N, K), "A": random(E, R, K), "B": random(E, N, R), "bias": random(E, N)}
+    inputs = {"x": random(9, K), "w": random(E, N, K), "A": random(E, R, K), "B": random(E, N, R), "bias": random(E, N)}
     m_sizes = torch.tensor([2, 3, 0, 4])
 
     def call(x: torch.Tensor, w: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return grouped_gemm(x, w, m_sizes, bias=bias, lora=Lora(A, B, SCALE))
 
-    (wanted,) = torch.autograd.grad(call(**given).square().sum(), given[learns])
-    alone = {name: one.detach().requires_grad_(name == learns) for name, one in given.items()}
+    (wanted,) = torch.autograd.grad(call(**inputs).square().sum(), inputs[learns])
+    alone = {name: tensor.detach().requires_grad_(name == learns) for name, tensor in inputs.items()}
     (got,) = torch.autograd.grad(call(**alone).square().sum(), alone[learns])
     torch.testing.assert_close(got, wanted)
 
@@ -219,7 +219,7 @@ def test_autocast_and_out() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     x, w, m_sizes = torch.randn(9, K), torch.randn(E, N, K), torch.tensor([2, 3, 0, 4])
     A, B = torch.randn(E, R, K), torch.randn(E, N, R)
-    for lora, told in (
+    for lora, message in (
         ((A, B), "lora is a tuple, wanted a pretuned.runtime.Lora"),
         (Lora(A[:2], B), r"lora.A is of shape \[2, 4, 10\], wanted \[E, r, K\] = \[4 or 1, 1 to 256, 10\]"),
         (Lora(A, B[:, :, :3]), r"lora.B is of shape \[4, 12, 3\], wanted \[E, N, r\] = \[4 or 1, N, 4\]"),
@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (Lora(A, None), "lora.B is a NoneType"),  # type: ignore[arg-type]
         (Lora(A, B, torch.ones(1)), r"lora.scale is tensor"),  # type: ignore[arg-type]
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             grouped_gemm(x, w, m_sizes, lora=lora)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="dX_only or dW_only with lora"):
         grouped_gemm(x, w, m_sizes, lora=Lora(A, B), dX_only=True)
@@ -268,17 +268,17 @@ def test_the_low_rank_part_is_in_the_product_s_kernel(
     how |= {"topk_weights": weights, "fuse_mul_post": True} if form["weigh"] else {}
     leaves = [x, lora.A, lora.B, *([weights] if form["weigh"] else []), *([bias] if form["bias"] else [])]
     used = None if form["permute_y"] else int(routing.m_sizes.sum())
-    found = []
+    results = []
     for simulated in (False, True):
         device.visible = simulated
         y = grouped_gemm(x, w.detach(), routing.m_sizes, lora=lora, **how)[:used]
-        found.append([y.detach(), *torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel()).view_as(y))])
-    for got, want in zip(found[1], found[0], strict=True):
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel()).view_as(y))])
+    for got, want in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
     stay = not form["permute_y"] and not form["weigh"] and (form["permute_x"] or not form["bias"])
     forward = {(Op.FORWARD, Fusion.LOW_RANK | (Fusion.GATHER if form["permute_x"] else Fusion.NONE))} if stay else set()
     dx = {(Op.DX, Fusion.LOW_RANK)} if not (form["permute_x"] and form["weigh"]) else set()
-    ran = {one for one in device.launched if Fusion.LOW_RANK in one[1]}
+    ran = {kind for kind in device.launched if Fusion.LOW_RANK in kind[1]}
     assert ran == (forward | dx if inside else set())
 
 
@@ -294,18 +294,18 @@ def test_a_rank_of_no_whole_16_bytes_takes_the_kernel_too(
     low = torch.randn(E, r, 12).requires_grad_(), torch.randn(E, 8, r).requires_grad_()
     up, down, ids = torch.randn(E, 16, 12) / 4, torch.randn(E, 12, 8) / 4, torch.randint(0, E, (9, TOPK))
     pair = [(torch.randn(shape) / 4).requires_grad_() for shape in ((E, r, 12), (E, 16, r), (1, r, 8), (1, 12, r))]
-    found = []
+    results = []
     for simulated in (False, True):
         device.visible = simulated
         y = grouped_gemm(x, w, m_sizes, lora=Lora(*low, SCALE))
-        found.append([y, *torch.autograd.grad(y.sum(), (x, *low))])
+        results.append([y, *torch.autograd.grad(y.sum(), (x, *low))])
         for _ in range(3):
             both = Lora(*pair[:2], SCALE), Lora(*pair[2:], SCALE)
             out = moe_mlp(x, up, down, ids, torch.ones(9, TOPK), lora=both)
-        found[-1] += [out, *torch.autograd.grad(out.sum(), (x, *pair))]
-    for got, want in zip(found[1], found[0], strict=True):
+        results[-1] += [out, *torch.autograd.grad(out.sum(), (x, *pair))]
+    for got, want in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    ran = {one for one in device.launched if Fusion.LOW_RANK in one[1]}
+    ran = {kind for kind in device.launched if Fusion.LOW_RANK in kind[1]}
     first = (Op.FORWARD, Fusion.LOW_RANK | Fusion.GATHER)
     assert ran == {(Op.FORWARD, Fusion.LOW_RANK), first, (Op.DX, Fusion.LOW_RANK)}
 
@@ -325,7 +325,7 @@ def test_a_dtype_that_no_adapter_can_be_cast_to_is_left_to_the_checks(
         grouped_gemm(x, w, m_sizes, lora=low)
         moe_mlp(x, up, down, ids, torch.ones(9, TOPK), lora=pair)
     snapshot = dispatch_snapshot.snapshot()
-    assert {type(one).__name__ for one in snapshot.plans.values()} == {"ProductPlan", "LayerPlan"}
+    assert {type(plan).__name__ for plan in snapshot.plans.values()} == {"ProductPlan", "LayerPlan"}
     odd = x.abs().to(torch.float8_e8m0fnu)
     with pytest.raises(RuntimeError, match="without overflow"):
         as_used(low, odd.dtype, E)
@@ -337,7 +337,7 @@ def test_a_dtype_that_no_adapter_can_be_cast_to_is_left_to_the_checks(
 
 @pytest.mark.parametrize("form", [{}, {"permute_x": True}, {"permute_x": True, "permute_y": True}, {"permute_y": True}])
 def test_dropout_is_on_what_a_reads(form: dict[str, bool]) -> None:
-    """As PEFT's layers have it: x of the low-rank part alone, drawn by torch's generator anew in each call."""
+    """PEFT's layers drop x of the low-rank part alone, drawn by torch's generator anew in each call."""
     torch.manual_seed(0)
     routing = sort_routing(torch.randint(0, E, (T, TOPK)), E)
     x, w, bias = random(T if "permute_x" in form else T * TOPK, K), random(E, N, K), random(E, N)

@@ -93,7 +93,7 @@ def layer(gated: bool = True, layout: str = "nk", seed: int = 0, spread: float =
 
     up, down = random(E, 2 * I if gated else I, H), random(E, H, I)
     if layout == "kn":
-        up, down = (one.detach().transpose(1, 2).contiguous().requires_grad_() for one in (up, down))
+        up, down = (tensor.detach().transpose(1, 2).contiguous().requires_grad_() for tensor in (up, down))
     return [random(T, H), up, down, random(T, TOPK), random(E, 2 * I if gated else I), random(E, H)]
 
 
@@ -105,7 +105,7 @@ IDS = torch.randint(-1, E + 1, (T, TOPK), generator=torch.Generator().manual_see
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize(
     ("activation", "gated", "interleaved"),
-    [*((one, True, False) for one in GATED), *((one, False, False) for one in UNGATED), ("swiglu_oai", True, True)],
+    [*((name, True, False) for name in GATED), *((name, False, False) for name in UNGATED), ("swiglu_oai", True, True)],
 )
 def test_the_layer_and_its_gradients(
     activation: str, gated: bool, interleaved: bool, layout: str, biased: bool, weights_on: str
@@ -139,7 +139,7 @@ def new_memory_is_nan() -> Iterator[None]:
 
 @pytest.mark.parametrize("weights_on", ["output", "input"])
 @pytest.mark.parametrize("kind", ["plain", "biased", "adapters", "quantised"])
-@pytest.mark.parametrize(("activation", "gated"), [*((one, True) for one in GATED), ("relu2", False)])
+@pytest.mark.parametrize(("activation", "gated"), [*((name, True) for name in GATED), ("relu2", False)])
 @pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*dequantis.*")
 @pytest.mark.usefixtures("new_memory_is_nan")
@@ -159,27 +159,27 @@ def test_rows_of_no_expert_pass_anomaly_detection(activation: str, gated: bool, 
         how |= {"lora": (Lora(low[0], low[1], 0.5), Lora(low[2], low[3], 1.0))}
         inputs += low
     if kind == "quantised":
-        products = [ExpertWeights.quantize(one.detach(), "int4_g32") for one in products]
+        products = [ExpertWeights.quantize(matrix.detach(), "int4_g32") for matrix in products]
     else:
         inputs += products
     y = moe_mlp(hidden, products[0], products[1], IDS, weights, activation, **how)
-    for one in torch.autograd.grad(y.square().sum(), inputs):
-        assert torch.isfinite(one).all()
+    for gradient in torch.autograd.grad(y.square().sum(), inputs):
+        assert torch.isfinite(gradient).all()
 
 
 @pytest.mark.parametrize("weights_on", ["output", "input"])
 def test_gradcheck(weights_on: str) -> None:
     tensors = layer()
 
-    def function(*given: torch.Tensor) -> torch.Tensor:
-        hidden, up, down, weights, up_bias, down_bias = given
+    def function(*args: torch.Tensor) -> torch.Tensor:
+        hidden, up, down, weights, up_bias, down_bias = args
         return moe_mlp(hidden, up, down, IDS, weights, gate_up_bias=up_bias, down_bias=down_bias, weights_on=weights_on)
 
     assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
 
 
 def test_bfloat16_and_leading_dimensions() -> None:
-    hidden, up, down, weights, *_ = (one.detach() for one in layer())
+    hidden, up, down, weights, *_ = (tensor.detach() for tensor in layer())
     low = moe_mlp(hidden.bfloat16().view(3, 3, H), up.bfloat16(), down.bfloat16(), IDS, weights.float())
     assert low.shape == (3, 3, H)
     assert low.dtype is torch.bfloat16
@@ -194,17 +194,17 @@ def test_bfloat16_and_leading_dimensions() -> None:
     kind=st.sampled_from([torch.int16, torch.int32, torch.int64]),
 )
 def test_routing_is_a_stable_sort_with_the_others_last(ids: list[list[int]], E: int, kind: torch.dtype) -> None:
-    flat = [one for pair in ids for one in pair]
+    flat = [expert for pair in ids for expert in pair]
     routing = sort_routing(torch.tensor(ids, dtype=kind).reshape(-1, 2), E)
-    here = sorted((i for i, one in enumerate(flat) if 0 <= one < E), key=lambda i: flat[i])
-    others = [i for i, one in enumerate(flat) if not 0 <= one < E]
+    here = sorted((i for i, expert in enumerate(flat) if 0 <= expert < E), key=lambda i: flat[i])
+    others = [i for i, expert in enumerate(flat) if not 0 <= expert < E]
     order = routing.gather_indices.tolist()
     assert order[: len(here)] == here
     assert sorted(order[len(here) :]) == others
-    assert routing.bounds.tolist() == [sum(0 <= one < g for one in flat) for g in range(E + 1)]
-    assert [0 <= one < E for one in routing.experts.tolist()] == [0 <= one < E for one in flat]
+    assert routing.bounds.tolist() == [sum(0 <= expert < g for expert in flat) for g in range(E + 1)]
+    assert [0 <= expert < E for expert in routing.experts.tolist()] == [0 <= expert < E for expert in flat]
     assert routing.m_sizes.tolist() == [flat.count(g) for g in range(E)]
-    assert {one.dtype for one in routing[1:]} == {torch.int32}  # as kernels read them
+    assert {tensor.dtype for tensor in routing[1:]} == {torch.int32}  # as kernels read them
 
 
 @pytest.mark.parametrize("weights_on", ["output", "input"])
@@ -214,7 +214,7 @@ def test_no_tokens_with_biases(weights_on: str) -> None:
         hidden[:0], up, down, IDS[:0], weights[:0], weights_on=weights_on, gate_up_bias=up_bias, down_bias=down_bias
     )
     assert y.shape == (0, hidden.shape[1])
-    assert all(not one.any() for one in torch.autograd.grad(y.sum(), [up, down, up_bias, down_bias]))
+    assert all(not gradient.any() for gradient in torch.autograd.grad(y.sum(), [up, down, up_bias, down_bias]))
 
 
 def test_no_tokens_and_nobody_here() -> None:
@@ -243,7 +243,7 @@ def test_no_tokens_and_nobody_here() -> None:
 )
 def test_what_makes_no_sense_is_refused(how: dict[str, Any], says: str) -> None:
     hidden, up, down, weights, *_ = layer()
-    given: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "hidden": hidden,
         "gate_up_weight": up,
         "down_weight": down,
@@ -251,7 +251,7 @@ def test_what_makes_no_sense_is_refused(how: dict[str, Any], says: str) -> None:
         "topk_weights": weights,
     }
     with pytest.raises(InputError, match=says):
-        moe_mlp(**{**given, **how})
+        moe_mlp(**{**inputs, **how})
 
 
 @pytest.mark.parametrize("weights_on", ["output", "input"])
@@ -282,7 +282,7 @@ def test_what_makes_no_sense_is_refused(how: dict[str, Any], says: str) -> None:
 )
 def test_what_cannot_be_used_has_the_callers_name(how: dict[str, Any], says: str, weights_on: str) -> None:
     hidden, up, down, weights, *_ = layer()
-    given: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "hidden": hidden,
         "gate_up_weight": up,
         "down_weight": down,
@@ -290,11 +290,11 @@ def test_what_cannot_be_used_has_the_callers_name(how: dict[str, Any], says: str
         "topk_weights": weights,
     }
     with pytest.raises(InputError, match=f"^moe_mlp: {says}"):
-        moe_mlp(**{**given, **how}, weights_on=weights_on)
+        moe_mlp(**{**inputs, **how}, weights_on=weights_on)
 
 
 def test_dtypes_may_differ_where_autocast_casts_them() -> None:
-    hidden, up, down, weights, *_ = (one.detach().float() for one in layer())
+    hidden, up, down, weights, *_ = (tensor.detach().float() for tensor in layer())
     with torch.autocast("cpu", torch.bfloat16):
         out = moe_mlp(hidden, up.bfloat16(), down, IDS, weights)
     assert out.dtype is torch.float32
@@ -361,7 +361,7 @@ def test_without_a_gradient_the_activation_has_the_same_bits(
     H=st.integers(1, 9),
     I=st.integers(1, 6),
     act=st.sampled_from(
-        [*((one, True, False) for one in GATED), *((one, False, False) for one in UNGATED), ("gelu", True, True)]
+        [*((name, True, False) for name in GATED), *((name, False, False) for name in UNGATED), ("gelu", True, True)]
     ),
     biased=st.booleans(),
     needs=st.lists(st.booleans(), min_size=6, max_size=6),
@@ -403,17 +403,17 @@ def test_the_layers_own_gradient_is_that_of_the_calls_that_torch_traces(
     )
     want = layer_call._composed(hidden, up, down, ids, weights, how, up_bias, down_bias, "output", "nk")
     torch.testing.assert_close(out, want)
-    asked = [one for one in tensors if one.requires_grad]
+    asked = [tensor for tensor in tensors if tensor.requires_grad]
     if asked and T:
         dout = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-        found = torch.autograd.grad(out, asked, dout), torch.autograd.grad(want, asked, dout)
-        for got, other in zip(*found, strict=True):
+        both = torch.autograd.grad(out, asked, dout), torch.autograd.grad(want, asked, dout)
+        for got, other in zip(*both, strict=True):
             torch.testing.assert_close(got, other)
 
 
 def given_of(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
     """hidden, both matrices, ids and routing weights of a layer that learns nothing."""
-    x, up, down, weights, *_ = (one.detach().to(dtype) for one in layer())
+    x, up, down, weights, *_ = (tensor.detach().to(dtype) for tensor in layer())
     return x, up, down, IDS, weights
 
 
@@ -433,9 +433,9 @@ def test_out_is_written_and_returned(shape: tuple[int, ...], weights_on: str) ->
 
 
 def test_an_out_that_can_not_be_written_is_reported() -> None:
-    x, up, down, ids, weights = given = given_of()
+    x, up, down, ids, weights = inputs = given_of()
     wide = torch.empty(T, 2 * H, dtype=x.dtype)
-    for out, told in (
+    for out, message in (
         (torch.empty(T, H), "out is [9, 8] torch.float32 on cpu, wanted hidden's [9, 8] torch.bfloat16 on cpu"),
         (torch.empty_like(x[:-1]), "out is [8, 8] torch.bfloat16"),
         (wide[:, :H], r"out is with strides [16, 1], wanted a contiguous tensor"),
@@ -448,20 +448,20 @@ def test_an_out_that_can_not_be_written_is_reported() -> None:
             more, out = out[T * H - T * TOPK : T * H].view(T, TOPK).copy_(weights), out[: T * H].view(T, H)
         with pytest.raises(InputError, match="moe_mlp: ") as error:
             moe_mlp(x, up, down, ids, more, out=out)
-        assert told in str(error.value)
+        assert message in str(error.value)
     with pytest.raises(InputError, match="needs a gradient"):
-        moe_mlp(x.clone().requires_grad_(), *given[1:], out=torch.empty_like(x))
+        moe_mlp(x.clone().requires_grad_(), *inputs[1:], out=torch.empty_like(x))
     with torch.no_grad():
         out = torch.empty_like(x)
-        assert torch.equal(moe_mlp(x.clone().requires_grad_(), *given[1:], out=out), moe_mlp(*given))
+        assert torch.equal(moe_mlp(x.clone().requires_grad_(), *inputs[1:], out=out), moe_mlp(*inputs))
 
 
 def test_out_under_autocast_keeps_its_own_dtype() -> None:
-    given = given_of(torch.float32)
-    out = torch.empty_like(given[0])
+    tensors = given_of(torch.float32)
+    out = torch.empty_like(tensors[0])
     with torch.autocast("cpu", torch.bfloat16):
-        moe_mlp(*given, out=out)
-        assert torch.equal(out, moe_mlp(*given))
+        moe_mlp(*tensors, out=out)
+        assert torch.equal(out, moe_mlp(*tensors))
 
 
 def test_out_is_traced() -> None:

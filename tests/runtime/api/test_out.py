@@ -46,30 +46,30 @@ def inside(buffer: torch.Tensor, begin: int, *shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("begin", [0, 1, M * N - 1, -1, 1 - M * N])
 @pytest.mark.parametrize("name", ["x", "w", "bias", "topk_weights"])
 def test_memory_of_a_tensor_of_the_call(name: str, begin: int) -> None:
-    given = fused()
-    elements = given[name].numel()
+    inputs = fused()
+    elements = inputs[name].numel()
     if not -M * N < begin < elements:
         begin = elements - 1
     buffer = torch.zeros(4096)
-    given[name] = inside(buffer, 1024, *given[name].shape)
+    inputs[name] = inside(buffer, 1024, *inputs[name].shape)
     for _ in range(2):
         with pytest.raises(InputError, match=REFUSED.format(name)):
-            grouped_gemm(**given, out=inside(buffer, 1024 + begin, M, N))
+            grouped_gemm(**inputs, out=inside(buffer, 1024 + begin, M, N))
     for apart in (1024 - M * N, 1024 + elements):
-        grouped_gemm(**given, out=inside(buffer, apart, M, N))
+        grouped_gemm(**inputs, out=inside(buffer, apart, M, N))
         with pytest.raises(InputError, match=REFUSED.format(name)):
-            grouped_gemm(**given, out=inside(buffer, 1024 + begin, M, N))
+            grouped_gemm(**inputs, out=inside(buffer, 1024 + begin, M, N))
 
 
 @pytest.mark.parametrize("name", ["gather_indices", "m_sizes"])
 def test_memory_of_whole_numbers(name: str) -> None:
-    given = fused()
+    inputs = fused()
     buffer = torch.zeros(1024)
-    numbers = buffer[: 2 * given[name].numel()].view(torch.int64)
-    given[name] = numbers.copy_(given[name])
+    numbers = buffer[: 2 * inputs[name].numel()].view(torch.int64)
+    inputs[name] = numbers.copy_(inputs[name])
     with pytest.raises(InputError, match=REFUSED.format(name)):
-        grouped_gemm(**given, out=inside(buffer, 2 * len(numbers) - 1, M, N))
-    assert grouped_gemm(**given, out=inside(buffer, 2 * len(numbers), M, N)) is not None
+        grouped_gemm(**inputs, out=inside(buffer, 2 * len(numbers) - 1, M, N))
+    assert grouped_gemm(**inputs, out=inside(buffer, 2 * len(numbers), M, N)) is not None
 
 
 @pytest.mark.parametrize("zero_tail", [False, True])
@@ -101,7 +101,7 @@ def test_tensors_of_a_transform_tell_no_memory() -> None:
     def call(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return grouped_gemm(x, w, SIZES, out=out)
 
-    wanted = [grouped_gemm(one, w, SIZES) for one in x]
+    wanted = [grouped_gemm(rows, w, SIZES) for rows in x]
     torch.testing.assert_close(torch.vmap(call)(x, torch.zeros(3, M, N)), torch.stack(wanted))
     torch.testing.assert_close(torch.func.functionalize(call)(x[0], torch.zeros(M, N)), wanted[0])
 
@@ -178,4 +178,4 @@ def test_the_stride_of_one_row_means_nothing(gpu: Device) -> None:
     out = torch.empty(4, N + 1, dtype=torch.bfloat16)[:1, :N]
     for _ in range(2):
         grouped_gemm(x, w, torch.tensor([1, 0]), out=out)
-    assert [one.words["stride_y_m"] for one in gpu.launches] == [N, N]
+    assert [launch.words["stride_y_m"] for launch in gpu.launches] == [N, N]

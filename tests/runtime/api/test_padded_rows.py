@@ -44,8 +44,8 @@ class Call:
         self.starts = STARTS if starts else [e * MOST for e in range(E)]
         room = [6, 4, 5, 5] if starts else [MOST] * E
         if starts:
-            counts = [min(max(one, 0), most) for one, most in zip(counts, room, strict=True)]
-        self.counts = [min(max(one, 0), most) for one, most in zip(counts, room, strict=True)]
+            counts = [min(max(count, 0), most) for count, most in zip(counts, room, strict=True)]
+        self.counts = [min(max(count, 0), most) for count, most in zip(counts, room, strict=True)]
         self.m_sizes = torch.tensor(counts, dtype=kind)
         self.m_starts = torch.tensor(self.starts, dtype=kind) if starts else None
         self.there = torch.zeros(R, dtype=torch.bool)
@@ -58,9 +58,9 @@ class Call:
 
     def rows(self, columns: int, *, grad: bool = False) -> torch.Tensor:
         """Rows, NaN where none is there."""
-        found = self.random(E * MOST, columns)
-        found[~self.there] = float("nan")
-        return found.view(*self.shape, columns).requires_grad_(grad)
+        tensor = self.random(E * MOST, columns)
+        tensor[~self.there] = float("nan")
+        return tensor.view(*self.shape, columns).requires_grad_(grad)
 
     def each(self, x: torch.Tensor, of: Callable[[int, torch.Tensor], torch.Tensor], columns: int) -> torch.Tensor:
         """of(e, rows of expert e), in place among zeros."""
@@ -72,8 +72,8 @@ class Call:
         return y.view(*self.shape, columns)
 
     def gradients(self, y: torch.Tensor, asked: list[torch.Tensor], dy: torch.Tensor) -> list[torch.Tensor]:
-        """As autograd has them; zeros where no row is there."""
-        y = y + 0 * sum(one.sum() for one in asked)
+        """Return the gradients of autograd; zeros where no row is there."""
+        y = y + 0 * sum(leaf.sum() for leaf in asked)
         return list(torch.autograd.grad(y, asked, dy.nan_to_num(0.0)))
 
     def packed(self, y: torch.Tensor) -> torch.Tensor:
@@ -96,15 +96,15 @@ def test_a_product_leaves_padding_alone(where: str, counts: list[int], starts: b
     want = call.each(x, lambda e, rows: rows @ w[e].T + bias[e], N)
     out = torch.full((*call.shape, N), CANARY)
     for _ in range(2):  # the second call is its plan's
-        given: dict[str, Any] = {"m_starts": call.m_starts, "bias": bias}
-        y = grouped_gemm(x, w, call.m_sizes, **given)
+        inputs: dict[str, Any] = {"m_starts": call.m_starts, "bias": bias}
+        y = grouped_gemm(x, w, call.m_sizes, **inputs)
         assert y.shape == (*call.shape, N)
         close(call.packed(y), call.packed(want))
-        assert grouped_gemm(x, w, call.m_sizes, out=out, **given) is out
+        assert grouped_gemm(x, w, call.m_sizes, out=out, **inputs) is out
         close(call.packed(out), call.packed(want))
         assert (call.padding(out) == CANARY).all()
-        close(grouped_gemm(x, w, call.m_sizes, zero_tail=True, **given), want)
-        kn = grouped_gemm(x, w.transpose(1, 2).contiguous(), call.m_sizes, w_layout="kn", **given)
+        close(grouped_gemm(x, w, call.m_sizes, zero_tail=True, **inputs), want)
+        kn = grouped_gemm(x, w.transpose(1, 2).contiguous(), call.m_sizes, w_layout="kn", **inputs)
         close(call.packed(kn), call.packed(want))
 
 
@@ -128,8 +128,8 @@ def test_gradients_read_no_padding(where: str, counts: list[int], starts: bool, 
     want_y = call.each(clean, of, N)
     want = call.gradients(want_y, [clean, *asked[1:]], dy)
     close(call.packed(y.detach()), call.packed(want_y.detach()))
-    for one, other in zip(got, want, strict=True):
-        close(one, other)
+    for tensor, other in zip(got, want, strict=True):
+        close(tensor, other)
 
 
 def test_only_one_gradient(where: str) -> None:
@@ -138,8 +138,8 @@ def test_only_one_gradient(where: str) -> None:
     dy = call.rows(N)
     for only, there in (("dX_only", 0), ("dW_only", 1)):
         y = grouped_gemm(x, w, call.m_sizes, **{only: True})
-        found = torch.autograd.grad(y, [x, w], dy, allow_unused=True)
-        assert [one is not None for one in found] == [there == 0, there == 1]
+        tensor = torch.autograd.grad(y, [x, w], dy, allow_unused=True)
+        assert [gradient is not None for gradient in tensor] == [there == 0, there == 1]
 
 
 ACTS = [("silu", True, False), ("gelu_tanh", False, False), (Activation("swiglu", limit=3.0), True, True)]
@@ -148,23 +148,23 @@ ACTS = [("silu", True, False), ("gelu_tanh", False, False), (Activation("swiglu"
 def layer_of(call: Call, act: Any, *, grad: bool = False, biases: bool = False) -> dict[str, Any]:
     _, gated, _ = act
     wide = 2 * I if gated else I
-    made = {"gate_up_weight": call.random(E, wide, K, grad=grad), "down_weight": call.random(E, K, I, grad=grad)}
+    weights = {"gate_up_weight": call.random(E, wide, K, grad=grad), "down_weight": call.random(E, K, I, grad=grad)}
     if biases:
-        made |= {"gate_up_bias": call.random(E, wide, grad=grad), "down_bias": call.random(E, K, grad=grad)}
-    return made
+        weights |= {"gate_up_bias": call.random(E, wide, grad=grad), "down_bias": call.random(E, K, grad=grad)}
+    return weights
 
 
-def layer_by_torch(call: Call, x: torch.Tensor, given: dict[str, Any], act: Any, low: Any = None) -> torch.Tensor:
+def layer_by_torch(call: Call, x: torch.Tensor, inputs: dict[str, Any], act: Any, low: Any = None) -> torch.Tensor:
     function, gated, interleaved = act
     function = Activation(function) if isinstance(function, str) else function
-    up_bias, down_bias = given.get("gate_up_bias"), given.get("down_bias")
+    up_bias, down_bias = inputs.get("gate_up_bias"), inputs.get("down_bias")
 
     def of(e: int, rows: torch.Tensor) -> torch.Tensor:
-        h = rows @ given["gate_up_weight"][e].T + (0 if up_bias is None else up_bias[e])
+        h = rows @ inputs["gate_up_weight"][e].T + (0 if up_bias is None else up_bias[e])
         if low is not None:
             h = h + low[0].scale * rows @ low[0].A[e].T @ low[0].B[e].T
         a = reference.activation(h, function, gated=gated, interleaved=interleaved)
-        y = a @ given["down_weight"][e].T + (0 if down_bias is None else down_bias[e])
+        y = a @ inputs["down_weight"][e].T + (0 if down_bias is None else down_bias[e])
         return y if low is None else y + low[1].scale * a @ low[1].A[e].T @ low[1].B[e].T
 
     return call.each(x, of, K)
@@ -175,19 +175,19 @@ def layer_by_torch(call: Call, x: torch.Tensor, given: dict[str, Any], act: Any,
 @pytest.mark.parametrize("starts", [False, True])
 def test_a_layer_leaves_padding_alone(where: str, counts: list[int], act: Any, starts: bool) -> None:
     call = Call(counts, starts=starts)
-    x, given = call.rows(K), layer_of(call, act, biases=starts)
-    want = layer_by_torch(call, x, given, act)
+    x, inputs = call.rows(K), layer_of(call, act, biases=starts)
+    want = layer_by_torch(call, x, inputs, act)
     how: dict[str, Any] = {"activation": act[0], "gated": act[1], "interleaved": act[2], "m_starts": call.m_starts}
     out = torch.full_like(x, CANARY)
     for _ in range(2):
-        y = experts_mlp(x, m_sizes=call.m_sizes, **given, **how)
+        y = experts_mlp(x, m_sizes=call.m_sizes, **inputs, **how)
         close(call.packed(y), call.packed(want))
-        assert experts_mlp(x, m_sizes=call.m_sizes, out=out, **given, **how) is out
+        assert experts_mlp(x, m_sizes=call.m_sizes, out=out, **inputs, **how) is out
         close(call.packed(out), call.packed(want))
         assert (call.padding(out) == CANARY).all()
-        close(experts_mlp(x, m_sizes=call.m_sizes, zero_tail=True, **given, **how), want)
+        close(experts_mlp(x, m_sizes=call.m_sizes, zero_tail=True, **inputs, **how), want)
         own = x.clone()
-        experts_mlp(own, m_sizes=call.m_sizes, out=own, **given, **how)
+        experts_mlp(own, m_sizes=call.m_sizes, out=own, **inputs, **how)
         close(call.packed(own), call.packed(want))
         assert call.padding(own).isnan().all()
 
@@ -196,49 +196,49 @@ def test_a_layer_leaves_padding_alone(where: str, counts: list[int], act: Any, s
 @pytest.mark.parametrize(("act", "low"), [(ACTS[0], False), (ACTS[1], True), (ACTS[2], True)])
 def test_gradients_of_a_layer(where: str, counts: list[int], act: Any, low: bool) -> None:
     call = Call(counts)
-    x, given = call.rows(K, grad=True), layer_of(call, act, grad=True, biases=True)
+    x, inputs = call.rows(K, grad=True), layer_of(call, act, grad=True, biases=True)
     lora = None
     if low:
-        wide = given["gate_up_weight"].shape[1]
+        wide = inputs["gate_up_weight"].shape[1]
         lora = (
             Lora(call.random(E, 4, K, grad=True), call.random(E, wide, 4, grad=True), 0.5),
             Lora(call.random(E, 4, I, grad=True), call.random(E, K, 4, grad=True), 2.0),
         )
-    asked = [x, *given.values(), *(each for one in lora or () for each in one[:2])]
+    asked = [x, *inputs.values(), *(each for pair in lora or () for each in pair[:2])]
     dy = call.rows(K)
-    y = experts_mlp(x, m_sizes=call.m_sizes, activation=act[0], gated=act[1], interleaved=act[2], lora=lora, **given)
+    y = experts_mlp(x, m_sizes=call.m_sizes, activation=act[0], gated=act[1], interleaved=act[2], lora=lora, **inputs)
     got = torch.autograd.grad(y, asked, dy)
     clean = x.detach().nan_to_num(0.0).requires_grad_()
-    want_y = layer_by_torch(call, clean, given, act, lora)
+    want_y = layer_by_torch(call, clean, inputs, act, lora)
     want = call.gradients(want_y, [clean, *asked[1:]], dy)
     close(call.packed(y.detach()), call.packed(want_y.detach()))
-    for one, other in zip(got, want, strict=True):
-        close(one, other)
+    for tensor, other in zip(got, want, strict=True):
+        close(tensor, other)
     if low:  # and where nothing needs a gradient
         with torch.no_grad():
             y = experts_mlp(
-                x, m_sizes=call.m_sizes, activation=act[0], gated=act[1], interleaved=act[2], lora=lora, **given
+                x, m_sizes=call.m_sizes, activation=act[0], gated=act[1], interleaved=act[2], lora=lora, **inputs
             )
         close(call.packed(y), call.packed(want_y.detach()))
 
 
 def test_a_graph_replays_with_other_counts(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a call launches hangs on no count: its launches with other counts are the same ones."""
+    """Launches of a call depend on no count: with other counts they are the same."""
     monkeypatch.setattr(program, "KINDS", (torch.float32,))
     taken: list[Replay] = []
     ran = []
     with replays(taken.append):
         call = Call(COUNTS[0])
-        given, x = layer_of(call, ACTS[0]), call.rows(K)
+        inputs, x = layer_of(call, ACTS[0]), call.rows(K)
         for counts in COUNTS:
             now = Call(counts)
             x.copy_(now.rows(K))
             call.m_sizes.copy_(now.m_sizes)
             device.launches.clear()
-            y = experts_mlp(x, m_sizes=call.m_sizes, **given)
-            ran.append([(one.code, one.grid) for one in device.launches])
-            close(now.packed(y), now.packed(layer_by_torch(now, x, given, ACTS[0])))
-    assert all(one == ran[0] for one in ran)
+            y = experts_mlp(x, m_sizes=call.m_sizes, **inputs)
+            ran.append([(launch.code, launch.grid) for launch in device.launches])
+            close(now.packed(y), now.packed(layer_by_torch(now, x, inputs, ACTS[0])))
+    assert all(run == ran[0] for run in ran)
     assert len(taken) == len(COUNTS) - 1
 
 
@@ -254,25 +254,25 @@ def test_one_launch_lists_the_rows(device: Device, starts: bool) -> None:
     call = Call(COUNTS[3], starts=starts, kind=torch.int64)
     grouped_gemm(call.rows(K), call.random(E, N, K), call.m_sizes, m_starts=call.m_starts)
     assert len(device.launches) == 2
-    assert [one.code.op for one in device.passes] == [RowOp.PLACE_ROWS]
+    assert [row_kernel.code.op for row_kernel in device.passes] == [RowOp.PLACE_ROWS]
     device.there -= {RowOp.PLACE_ROWS}
     by_torch = place(call.m_sizes, call.m_starts, 20 if starts else MOST, 20)
     device.there |= {RowOp.PLACE_ROWS}
-    for one, other in zip(place(call.m_sizes, call.m_starts, 20 if starts else MOST, 20), by_torch, strict=True):
-        assert one.dtype is torch.int32
-        assert torch.equal(one, other)
+    for tensor, other in zip(place(call.m_sizes, call.m_starts, 20 if starts else MOST, 20), by_torch, strict=True):
+        assert tensor.dtype is torch.int32
+        assert torch.equal(tensor, other)
 
 
 def test_explain_knows_padded_rows(device: Device) -> None:
     call = Call(COUNTS[0])
     x, w = call.rows(K), call.random(E, N, K)
-    told = explain(x, w, call.m_sizes, sm=90, expected_rows=5)
-    assert (told.M, told.expected_rows, told.problem.fusion) == (E * MOST, 5, Fusion.GATHER)
+    explanation = explain(x, w, call.m_sizes, sm=90, expected_rows=5)
+    assert (explanation.M, explanation.expected_rows, explanation.problem.fusion) == (E * MOST, 5, Fusion.GATHER)
     device.launches.clear()
     grouped_gemm(x, w, call.m_sizes, expected_rows=5)
-    assert device.launched == [(Op.FORWARD, told.problem.fusion)]
-    assert told.chosen is not None
-    assert told.chosen.config == Config.from_pairs(device.products[0].code.config)
+    assert device.launched == [(Op.FORWARD, explanation.problem.fusion)]
+    assert explanation.chosen is not None
+    assert explanation.chosen.config == Config.from_pairs(device.products[0].code.config)
 
 
 def refused(match: str, call: Callable[[], Any]) -> None:
@@ -295,12 +295,12 @@ def test_bad_input(where: str) -> None:
     refused("expected_rows is 21, wanted an int of 0 to E", lambda: grouped_gemm(x, w, sizes, expected_rows=21))
     refused(r"out is of shape \[20, 8\]", lambda: grouped_gemm(x, w, sizes, out=torch.empty(20, N)))
     for name, shared in (("x", torch.randn(E, MOST, K)), ("w", torch.randn(E, N, K))):
-        given = {"x": x, "w": w, name: shared}
+        inputs = {"x": x, "w": w, name: shared}
         into = shared.view(-1)[: E * MOST * N].view(E, MOST, N)
-        grouped_gemm(given["x"], given["w"], sizes, out=torch.empty(E, MOST, N))  # whose plan sees it, too
+        grouped_gemm(inputs["x"], inputs["w"], sizes, out=torch.empty(E, MOST, N))  # whose plan sees it, too
         refused(
             f"out is in the memory of {name},",
-            lambda given=given, into=into: grouped_gemm(given["x"], given["w"], sizes, out=into),
+            lambda inputs=inputs, into=into: grouped_gemm(inputs["x"], inputs["w"], sizes, out=into),
         )
     refused(r"bias is of shape", lambda: grouped_gemm(x, w, sizes, bias=torch.empty(N)))
     layer = layer_of(call, ACTS[0])
@@ -351,16 +351,16 @@ def test_dropout_is_beside_the_product(where: str) -> None:
     assert (call.padding(y) == CANARY).all()
     A, B = call.random(E, 4, K, grad=True), call.random(E, N, 4, grad=True)
     y = grouped_gemm(x, w, call.m_sizes, lora=Lora(A, B, 1.0, 0.5))
-    for one in torch.autograd.grad(y, [A, B], call.rows(N)):
-        assert one.isfinite().all()
-        assert one.any()
+    for gradient in torch.autograd.grad(y, [A, B], call.rows(N)):
+        assert gradient.isfinite().all()
+        assert gradient.any()
 
 
 @pytest.mark.slow
 def test_torch_traces_it(clean_places: object) -> None:
     call = Call(COUNTS[0])
-    x, w, given = call.rows(K), call.random(E, N, K), layer_of(call, ACTS[0])
+    x, w, inputs = call.rows(K), call.random(E, N, K), layer_of(call, ACTS[0])
     traced = torch.compile(lambda x, m: grouped_gemm(x, w, m), backend="eager", fullgraph=True)
     close(call.packed(traced(x, call.m_sizes)), call.packed(grouped_gemm(x, w, call.m_sizes)))
-    layer = torch.compile(lambda x, m: experts_mlp(x, m_sizes=m, **given), backend="eager", fullgraph=True)
-    close(call.packed(layer(x, call.m_sizes)), call.packed(experts_mlp(x, m_sizes=call.m_sizes, **given)))
+    layer = torch.compile(lambda x, m: experts_mlp(x, m_sizes=m, **inputs), backend="eager", fullgraph=True)
+    close(call.packed(layer(x, call.m_sizes)), call.packed(experts_mlp(x, m_sizes=call.m_sizes, **inputs)))

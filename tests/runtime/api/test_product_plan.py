@@ -31,7 +31,7 @@ def planned(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[pr
     taken: list[product_plan.ProductPlan] = []
 
     def noted(replay: Replay) -> None:
-        taken.extend(one for one in dispatch_snapshot.snapshot().plans.values() if replay.is_of(one.program))
+        taken.extend(plan for plan in dispatch_snapshot.snapshot().plans.values() if replay.is_of(plan.program))
 
     with replays(noted):
         yield taken
@@ -46,16 +46,16 @@ def test_it_computes_what_the_long_way_does(
     planned: list[product_plan.ProductPlan], fused: tuple[int, ...], layout: str
 ) -> None:
     permute_x, permute_y, weights, bias = map(bool, fused)
-    given = tensors(permute_x=permute_x, weights=weights, bias=bias, layout=layout)
+    inputs = tensors(permute_x=permute_x, weights=weights, bias=bias, layout=layout)
     form = {"permute_x": permute_x, "permute_y": permute_y, "w_layout": layout}
-    first = ran(form, given, wide=False)
+    first = ran(form, inputs, wide=False)
     assert planned == []
     for _ in range(3):
-        for got, want in zip(ran(form, given, wide=False), first, strict=True):
+        for got, want in zip(ran(form, inputs, wide=False), first, strict=True):
             assert torch.equal(got, want)
     # An index that nothing reads is no part of a plan.
     assert len(planned) == (3 if any((permute_x, permute_y, weights)) else 0)
-    for got, want in zip(ran(form, given, wide=True), first, strict=True):  # int64: another call
+    for got, want in zip(ran(form, inputs, wide=True), first, strict=True):  # int64: another call
         assert torch.equal(got, want)
 
 
@@ -95,28 +95,28 @@ def of_tokens(tokens: int, form: tuple[int, ...], low: bool, w: torch.Tensor) ->
 def test_calls_of_other_rows_of_the_bucket_run_the_same_plan(
     planned: list[product_plan.ProductPlan], fused: tuple[int, ...], low: bool
 ) -> None:
-    every, w = (9, 11, 8, 10, 9), torch.randn(E, N, K).requires_grad_(not low)
+    counts, w = (9, 11, 8, 10, 9), torch.randn(E, N, K).requires_grad_(not low)
     wanted = []
-    for tokens in every:
+    for tokens in counts:
         reload()
         wanted.append(of_tokens(tokens, fused, low, w))
     reload()
     assert planned == []
-    for tokens, want in zip(every, wanted, strict=True):
-        for got, one in zip(of_tokens(tokens, fused, low, w), want, strict=True):
-            assert torch.equal(got, one)
-    assert len(planned) == len(every) - 1
+    for tokens, want in zip(counts, wanted, strict=True):
+        for got, expected in zip(of_tokens(tokens, fused, low, w), want, strict=True):
+            assert torch.equal(got, expected)
+    assert len(planned) == len(counts) - 1
     assert len(dispatch_snapshot.snapshot().plans) == 1
 
 
 def test_rows_that_are_not_all_slots_have_a_plan_of_their_own_size(planned: list[product_plan.ProductPlan]) -> None:
-    """As with padded experts, or of other ranks' slots: kernels are told where indices end."""
+    """With padded experts, or other ranks' slots, kernels are told where indices end."""
     x, w, m_sizes = torch.randn(T, K), torch.randn(E, N, K), torch.tensor([4, 0, 5, 2], dtype=torch.int32)
     for more in (1, 3, 1, 3):
         index = torch.cat([torch.randperm(T * TOPK), torch.full((more,), -1)])
         y = grouped_gemm(x, w, m_sizes, TOPK, index, permute_x=True, zero_tail=True)
         assert torch.equal(y[:11], grouped_gemm(x[index[:11] // TOPK], w, m_sizes)[:11])
-    assert {one._own_sizes for one in planned} == {
+    assert {plan._own_sizes for plan in planned} == {
         None,
         (T * TOPK + 1, T, T * TOPK + 1),
         (T * TOPK + 3, T, T * TOPK + 3),
@@ -212,7 +212,7 @@ def test_ranks_that_differ_are_refused_as_the_first_time(planned: list[product_p
 def test_flattened_weights_reach_torch_as_matrices(
     planned: list[product_plan.ProductPlan], device: Device, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    """Where torch's grouped_mm is the choice: of two matrices it multiplies something else."""
+    """If torch's grouped_mm is the choice: with two matrices it multiplies something else."""
     seen: list[torch.Size] = []
 
     def grouped_mm(x: torch.Tensor, w: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
@@ -273,7 +273,7 @@ def test_one_row_of_another_stride(planned: list[product_plan.ProductPlan]) -> N
 def test_a_plain_call_that_is_not_like_the_first_is_looked_at(
     planned: list[product_plan.ProductPlan], device: Device
 ) -> None:
-    """What one plan's function lets through: everything else is checked anew, with the same numbers."""
+    """Calls that one plan's function does not accept are checked again, with the same numbers."""
     w, sizes = torch.randn(E, N, K), torch.tensor([3, 0, 4, 1], dtype=torch.int32)
     wide, memory = torch.randn(8, 2 * K), torch.randn(8 * (K + N) + 8)
     x, out = memory[: 8 * K].view(8, K), memory[8 * K : 8 * (K + N)].view(8, N)
@@ -329,12 +329,12 @@ def test_a_trace_keeps_a_plain_call_that_came_before(planned: list[product_plan.
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
 def test_routing_weights_of_any_float(planned: list[product_plan.ProductPlan], kind: torch.dtype) -> None:
-    given = tensors(permute_x=True, weights=True, bias=False, layout="nk")
-    assert given["topk_weights"] is not None
-    given["topk_weights"] = given["topk_weights"].detach().to(kind).requires_grad_()
-    first = ran({"permute_x": True, "permute_y": True}, given, wide=False)
+    inputs = tensors(permute_x=True, weights=True, bias=False, layout="nk")
+    assert inputs["topk_weights"] is not None
+    inputs["topk_weights"] = inputs["topk_weights"].detach().to(kind).requires_grad_()
+    first = ran({"permute_x": True, "permute_y": True}, inputs, wide=False)
     for _ in range(2):
-        for got, want in zip(ran({"permute_x": True, "permute_y": True}, given, wide=False), first, strict=True):
+        for got, want in zip(ran({"permute_x": True, "permute_y": True}, inputs, wide=False), first, strict=True):
             assert torch.equal(got, want)
     assert len(planned) == 2
 
@@ -346,8 +346,8 @@ def test_rows_that_no_index_names_are_cleared(
     x, w, index = torch.randn(T * TOPK, K), torch.randn(E, N, K), torch.randperm(T * TOPK).int()
     m_sizes = torch.tensor([3, 0, 4, 1], dtype=torch.int32)
     for _ in range(3):
-        made = torch.full((T * TOPK, N), float("nan"))  # (memory that the next result may get)
-        del made
+        filled = torch.full((T * TOPK, N), float("nan"))  # (memory that the next result may get)
+        del filled
         y = grouped_gemm(x, w, m_sizes, TOPK, index, permute_y=True)
         assert (y[index[8:].long()] == 0).all()
         assert y[index[:8].long()].all(1).all()
@@ -361,7 +361,7 @@ def test_a_zero_tail_is_the_kernels_own(
     x, w, m_sizes = torch.randn(8, K), torch.randn(E, N, K), torch.tensor([3, 0, 2, 1], dtype=torch.int32)
     first = grouped_gemm(x.requires_grad_(), w, m_sizes, zero_tail=True).detach()
     zeroed: list[int] = []
-    monkeypatch.setattr(torch.Tensor, "zero_", lambda one: zeroed.append(one.numel()) or one)
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda tensor: zeroed.append(tensor.numel()) or tensor)
     assert torch.equal(grouped_gemm(x, w, m_sizes, zero_tail=True), first)
     assert (first[6:] == 0).all()
     assert len(planned) == 1
@@ -377,7 +377,7 @@ def call(**how: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def gradients(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, **how: Any) -> list[torch.Tensor]:
     y = grouped_gemm(x, w, m_sizes, **how)
-    asked = [one for one in (x, w) if one.requires_grad]
+    asked = [tensor for tensor in (x, w) if tensor.requires_grad]
     return [y, *torch.autograd.grad(y, asked, torch.linspace(-1, 1, y.numel()).view_as(y))]
 
 
@@ -428,7 +428,7 @@ def test_it_runs_without_a_gradient_too(planned: list[product_plan.ProductPlan])
     with torch.no_grad():
         y = [grouped_gemm(x, w, m_sizes, bias=bias) for _ in range(3)]
     assert len(planned) == 2
-    assert all(torch.equal(one, y[0]) and not one.requires_grad for one in y)
+    assert all(torch.equal(tensor, y[0]) and not tensor.requires_grad for tensor in y)
     assert grouped_gemm(x, w, m_sizes, bias=bias).requires_grad
 
 
@@ -492,11 +492,11 @@ def test_a_plan_keeps_no_tensor(planned: list[product_plan.ProductPlan]) -> None
     x, w, m_sizes = call()
     gradients(x, w, m_sizes)
     gradients(x, w, m_sizes)
-    held = [weakref.ref(one) for one in (x, w, m_sizes)]
+    held = [weakref.ref(reference) for reference in (x, w, m_sizes)]
     assert len(planned) == 1
     del x, w, m_sizes
     gc.collect()
-    assert [one() for one in held] == [None] * 3
+    assert [reference() for reference in held] == [None] * 3
 
 
 def test_reload_forgets_and_a_full_table_begins_anew(
@@ -517,12 +517,12 @@ def test_reload_forgets_and_a_full_table_begins_anew(
 
 
 def test_what_cannot_be_used_is_still_named(planned: list[product_plan.ProductPlan]) -> None:
-    given = tensors(permute_x=True, weights=True, bias=False, layout="nk")
+    inputs = tensors(permute_x=True, weights=True, bias=False, layout="nk")
     form = {"permute_x": True, "permute_y": False, "w_layout": "nk"}
-    ran(form, given, wide=False)
-    ran(form, given, wide=False)
+    ran(form, inputs, wide=False)
+    ran(form, inputs, wide=False)
     assert len(planned) == 1
-    x, w, weights = given["x"], given["w"], given["topk_weights"]
+    x, w, weights = inputs["x"], inputs["w"], inputs["topk_weights"]
     assert x is not None
     assert w is not None
     m_sizes, index = torch.tensor([4, 4, 3, 3]), torch.arange(T * TOPK)
@@ -542,16 +542,19 @@ def test_what_cannot_be_used_is_still_named(planned: list[product_plan.ProductPl
 @pytest.mark.parametrize("learns", ["x", "w"])
 def test_a_frozen_weight_of_rows_that_stay_is_in_the_gradient(device: Device, learns: str) -> None:
     """Of rows that stay where they are a gradient is planned: of those that are weighed it was that of others."""
-    given = tensors(permute_x=False, weights=True, bias=False, layout="nk")
-    given = {name: None if one is None else one.detach().requires_grad_(name == learns) for name, one in given.items()}
+    inputs = tensors(permute_x=False, weights=True, bias=False, layout="nk")
+    inputs = {
+        name: None if tensor is None else tensor.detach().requires_grad_(name == learns)
+        for name, tensor in inputs.items()
+    }
     m_sizes, index = torch.tensor([5, 0, 7, 2]), torch.arange(T * TOPK).flip(0)
-    found = []
+    results = []
     for simulated in (False, True, True, True):
         device.visible = simulated
-        y = grouped_gemm(**given, m_sizes=m_sizes, topk=TOPK, gather_indices=index, fuse_mul_post=True)  # type: ignore[arg-type]
-        found.append(torch.autograd.grad(y, given[learns], torch.ones_like(y))[0])  # type: ignore[arg-type]
-    for one in found[1:]:
-        torch.testing.assert_close(one, found[0], rtol=1e-5, atol=1e-4)
+        y = grouped_gemm(**inputs, m_sizes=m_sizes, topk=TOPK, gather_indices=index, fuse_mul_post=True)  # type: ignore[arg-type]
+        results.append(torch.autograd.grad(y, inputs[learns], torch.ones_like(y))[0])  # type: ignore[arg-type]
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -578,14 +581,14 @@ def test_a_product_beside_an_adapter(
         device.visible = simulated
         numbers = torch.Generator().manual_seed(seed)
         shapes = {"x": (T if gathered else T * TOPK, K), "A": (E, r, K), "B": (E, N, r)}
-        given = {
+        inputs = {
             name: torch.randn(shape, generator=numbers).requires_grad_(name in needs) for name, shape in shapes.items()
         }
-        lora = Lora(given["A"], given["B"], scale)
-        one = {"w": w, "lora": lora} if simulated else {"w": w + scale * lora.B @ lora.A}
-        y = grouped_gemm(given["x"], m_sizes=m_sizes, **one, **how)
-        found = torch.autograd.grad(y, [given[name] for name in needs], dy) if needs else ()
-        return [y[:13].detach(), *found]
+        lora = Lora(inputs["A"], inputs["B"], scale)
+        arguments = {"w": w, "lora": lora} if simulated else {"w": w + scale * lora.B @ lora.A}
+        y = grouped_gemm(inputs["x"], m_sizes=m_sizes, **arguments, **how)
+        gradients = torch.autograd.grad(y, [inputs[name] for name in needs], dy) if needs else ()
+        return [y[:13].detach(), *gradients]
 
     def same(seed: int, **other: Any) -> None:
         for got, want in zip(step(seed, True, **other), step(seed, False, **other), strict=True):
@@ -596,11 +599,11 @@ def test_a_product_beside_an_adapter(
     for seed in (1, 2, 3):
         same(seed)
     assert len(planned) == 3
-    programs = [one.program for one in planned[0]._gradients.values() if one is not None]
+    programs = [gradient.program for gradient in planned[0]._gradients.values() if gradient is not None]
     # v, dX with its part or two products, dB and dA; rows that were gathered by torch's own steps
     dx = (1 if inside else 2) + gathered  # and its rows are put in their places
     steps = (1 + dx * ("x" in needs) + 2 * ("B" in needs)) if needs else 0
-    assert [len(one.steps) for one in programs] == ([steps] if steps else [])
+    assert [len(program.steps) for program in programs] == ([steps] if steps else [])
     same(4, r=8)  # another kind each
     same(4, scale=2.0)
     same(5)
@@ -619,20 +622,27 @@ def test_a_gathered_gradient_beside_an_adapter_comes_again(
     def step(seed: int, simulated: bool) -> list[torch.Tensor]:
         device.visible = simulated
         torch.manual_seed(seed)
-        given = {name: torch.randn(size, requires_grad=True) for name, size in sizes.items()}
+        inputs = {name: torch.randn(size, requires_grad=True) for name, size in sizes.items()}
         index = torch.cat([torch.randperm(many), torch.full((padding,), -1)])[torch.randperm(many + padding)]
         last = many + padding - seed - 3  # of the others no expert is here
         m_sizes = torch.tensor([3, 0, last - 1, 1])
         y = grouped_gemm(
-            given["x"], w, m_sizes, topk, index, permute_x=True, zero_tail=True, lora=Lora(given["A"], given["B"], 0.5)
+            inputs["x"],
+            w,
+            m_sizes,
+            topk,
+            index,
+            permute_x=True,
+            zero_tail=True,
+            lora=Lora(inputs["A"], inputs["B"], 0.5),
         )
-        return [y.detach(), *torch.autograd.grad(y, list(given.values()), torch.randn_like(y))]
+        return [y.detach(), *torch.autograd.grad(y, list(inputs.values()), torch.randn_like(y))]
 
     for seed in range(4):
         for got, want in zip(step(seed, True), step(seed, False), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
-    found = [one for each in planned for one in each._gradients.values()]
-    assert any(one is not None for one in found) is (not padding or topk == 1)
+    gradients = [gradient for each in planned for gradient in each._gradients.values()]
+    assert any(gradient is not None for gradient in gradients) is (not padding or topk == 1)
 
 
 @pytest.mark.parametrize(

@@ -62,19 +62,19 @@ def test_a_layer_has_the_bits_of_one_that_quantises_its_rows(machine: Machine, f
         hidden, ids, weights = routed(many)
         want = moe_mlp(hidden, up, down, ids, weights)
         machine.launches.clear()
-        given = coded(hidden, format, by_column=by_column, flat=format == "fp8_channel" and by_column)
-        found = moe_mlp(given, up, down, ids, weights)
-        assert found.dtype is torch.bfloat16
-        assert torch.equal(found, want)
+        coded_rows = coded(hidden, format, by_column=by_column, flat=format == "fp8_channel" and by_column)
+        got = moe_mlp(coded_rows, up, down, ids, weights)
+        assert got.dtype is torch.bfloat16
+        assert torch.equal(got, want)
         assert machine.ran[0] is RowOp.ORDER_CODES
         assert not {RowOp.QUANTIZE, RowOp.QUANTIZE_ROWS} & set(machine.ran)
         out = torch.empty_like(hidden)
-        assert moe_mlp(given, up, down, ids, weights, out=out) is out
+        assert moe_mlp(coded_rows, up, down, ids, weights, out=out) is out
         assert torch.equal(out, want)
-        batch = QuantizedRows(given.codes[None], given.scale[None])
+        batch = QuantizedRows(coded_rows.codes[None], coded_rows.scale[None])
         assert torch.equal(moe_mlp(batch, up, down, ids, weights)[0], want)
         assert torch.equal(
-            moe_mlp(given, up, down, ids, weights.bfloat16()), moe_mlp(hidden, up, down, ids, weights.bfloat16())
+            moe_mlp(coded_rows, up, down, ids, weights.bfloat16()), moe_mlp(hidden, up, down, ids, weights.bfloat16())
         )
 
 
@@ -91,9 +91,9 @@ def test_a_product_has_the_bits_of_one_that_quantises_its_rows(machine: Machine,
     for x, how in ((rows, plain), (hidden, gathered)):
         want = grouped_gemm(x, up, routing.m_sizes, **how)
         machine.launches.clear()
-        found = grouped_gemm(coded(x, format), up, routing.m_sizes, **how)
-        assert (found.dtype, found.shape) == (want.dtype, want.shape)
-        assert torch.equal(found[:used], want[:used])
+        got = grouped_gemm(coded(x, format), up, routing.m_sizes, **how)
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        assert torch.equal(got[:used], want[:used])
         assert machine.ran == [RowOp.ORDER_CODES]
     out = torch.full((len(rows), 2 * I), 7.0).bfloat16()
     assert grouped_gemm(coded(rows, format), up, routing.m_sizes, out=out) is out
@@ -108,11 +108,11 @@ def test_x_is_read_as_codes_where_a_plan_would_leave_it_as_it_is(machine: Machin
     first = grouped_gemm(hidden[:8], up, torch.tensor([8, 0, 0, 0]))
     machine.publish(quantises=False)
     machine.launches.clear()
-    found = moe_mlp(coded(hidden, format), up, down, ids, weights)
+    got = moe_mlp(coded(hidden, format), up, down, ids, weights)
     assert machine.ran == [RowOp.ORDER_CODES, RowOp.ACTIVATION, RowOp.COMBINE]
-    torch.testing.assert_close(found, want, rtol=0.1, atol=0.1)
-    found = grouped_gemm(coded(hidden[:8], format), up, torch.tensor([8, 0, 0, 0]))
-    torch.testing.assert_close(found, first, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(got, want, rtol=0.1, atol=0.1)
+    got = grouped_gemm(coded(hidden[:8], format), up, torch.tensor([8, 0, 0, 0]))
+    torch.testing.assert_close(got, first, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -120,8 +120,8 @@ def test_without_a_gpu_the_reference_takes_codes(format: str) -> None:
     g = torch.Generator().manual_seed(3)
     up, down = (ExpertWeights.quantize(torch.randn(E, *s, generator=g) / 16, format) for s in ((2 * I, H), (H, I)))
     hidden, ids, weights = routed(T)
-    for given in (coded(hidden, format), coded(hidden, format, by_column=True)):
-        assert torch.equal(moe_mlp(given, up, down, ids, weights), moe_mlp(hidden, up, down, ids, weights))
+    for coded_rows in (coded(hidden, format), coded(hidden, format, by_column=True)):
+        assert torch.equal(moe_mlp(coded_rows, up, down, ids, weights), moe_mlp(hidden, up, down, ids, weights))
     sizes = torch.tensor([3, 0, 9, T - 12])
     assert torch.equal(grouped_gemm(coded(hidden, format), up, sizes), grouped_gemm(hidden, up, sizes))
     assert grouped_gemm(coded(hidden[:0], format), up, torch.zeros(E, dtype=torch.int64)).shape == (0, 2 * I)
@@ -202,25 +202,25 @@ def test_what_can_not_be_used_is_an_error_that_says_what_is_wanted() -> None:
 def test_explain_says_that_codes_are_ordered(machine: Machine, format: str) -> None:
     up, _ = machine.layer(True, format)
     hidden, sizes = routed(T)[0], torch.tensor([T, 0, 0, 0])
-    told = explain(coded(hidden, format), up, sizes)
-    assert told.steps[0] == f"order the codes of x into codes [{T}, K]"
-    assert len(told.steps) == 2
-    assert told.raises is None
-    assert "x arrives as codes" in told.reason
-    assert str(told).count("order the codes") == 1
-    assert told.to_dict()["quantised_first"]
+    explanation = explain(coded(hidden, format), up, sizes)
+    assert explanation.steps[0] == f"order the codes of x into codes [{T}, K]"
+    assert len(explanation.steps) == 2
+    assert explanation.raises is None
+    assert "x arrives as codes" in explanation.reason
+    assert str(explanation).count("order the codes") == 1
+    assert explanation.to_dict()["quantised_first"]
     plain = explain(hidden, up, sizes)
     assert plain.chosen is not None
-    assert told.chosen is not None
-    assert plain.chosen.variant == told.chosen.variant
+    assert explanation.chosen is not None
+    assert plain.chosen.variant == explanation.chosen.variant
     machine.publish(quantises=False)
-    told = explain(coded(hidden, format), up, sizes)
-    assert told.chosen is not None
-    assert told.chosen.variant.dtype.quantises_x
+    explanation = explain(coded(hidden, format), up, sizes)
+    assert explanation.chosen is not None
+    assert explanation.chosen.variant.dtype.quantises_x
     machine.publish(without=RowOp.ORDER_CODES)
-    told = explain(coded(hidden, format), up, sizes)
-    assert told.raises is not None
-    assert "no usable bundle has the row kernel that orders its codes" in told.raises
+    explanation = explain(coded(hidden, format), up, sizes)
+    assert explanation.raises is not None
+    assert "no usable bundle has the row kernel that orders its codes" in explanation.raises
 
 
 ROOM, COUNTS = 11, ([3, 0, 11, 5], [0, 0, 0, 0], [11, 11, 11, 11], [20, -1, 1, 2])
@@ -255,11 +255,11 @@ def test_padded_codes_have_the_bits_of_packed_ones(
     if where == "gpu":
         up, down = request.getfixturevalue("machine").layer(True, format)
     else:
-        up, down = (one.restore() for one in layer_of(True, format))
+        up, down = (matrix.restore() for matrix in layer_of(True, format))
     x = torch.randn(E, ROOM, H, generator=torch.Generator().manual_seed(1)).bfloat16()
     for starts, by_column in ((False, False), (False, True), (True, False), (True, True)):
-        given = apart(x, format, counts, starts=starts, by_column=by_column)
-        there = [min(max(one, 0), 10 if starts else ROOM) for one in counts]
+        coded_rows = apart(x, format, counts, starts=starts, by_column=by_column)
+        there = [min(max(count, 0), 10 if starts else ROOM) for count in counts]
         rows = torch.cat([x[e, :count] for e, count in enumerate(there)])
         sizes = torch.tensor(there if starts else counts, dtype=torch.int32)
         at = STARTS.tolist() if starts else [e * ROOM for e in range(E)]
@@ -270,26 +270,26 @@ def test_padded_codes_have_the_bits_of_packed_ones(
         hint: dict[str, Any] = {"expected_rows": len(rows)}
         want = grouped_gemm(packed, up, many) if len(rows) else rows.new_empty(0, 2 * I)
         for _ in range(2):
-            y = grouped_gemm(given, up, sizes, m_starts=m_starts, **hint)
+            y = grouped_gemm(coded_rows, up, sizes, m_starts=m_starts, **hint)
             assert (y.shape, y.dtype) == ((*shape, 2 * I), torch.bfloat16)
             assert torch.equal(y.view(-1, 2 * I)[index], want)
             out = torch.full_like(y, 7.0)
-            assert grouped_gemm(given, up, sizes, m_starts=m_starts, out=out, **hint) is out
+            assert grouped_gemm(coded_rows, up, sizes, m_starts=m_starts, out=out, **hint) is out
             filled = torch.full_like(out, 7.0)
             filled.view(-1, 2 * I)[index] = want
             assert torch.equal(out, filled)
-            zeroed = grouped_gemm(given, up, sizes, m_starts=m_starts, zero_tail=True, **hint)
+            zeroed = grouped_gemm(coded_rows, up, sizes, m_starts=m_starts, zero_tail=True, **hint)
             assert torch.equal(
                 zeroed.view(-1, 2 * I), torch.zeros(E * ROOM, 2 * I).bfloat16().index_put_((index,), want)
             )
-        layer = experts_mlp(given, up, down, sizes, m_starts=m_starts, **hint)
+        layer = experts_mlp(coded_rows, up, down, sizes, m_starts=m_starts, **hint)
         padded = torch.zeros(E * ROOM, H).bfloat16()
         padded[index] = rows
         same = experts_mlp(padded.view(*shape, H), up, down, sizes, m_starts=m_starts, **hint)
         assert (layer.shape, layer.dtype) == ((*shape, H), torch.bfloat16)
         assert torch.equal(layer.view(-1, H)[index], same.view(-1, H)[index]) or where == "gpu"
         out = torch.full_like(layer, 7.0)
-        assert experts_mlp(given, up, down, sizes, m_starts=m_starts, out=out, **hint) is out
+        assert experts_mlp(coded_rows, up, down, sizes, m_starts=m_starts, out=out, **hint) is out
         filled = torch.full_like(out, 7.0)
         filled.view(-1, H)[index] = layer.view(-1, H)[index]
         assert torch.equal(out, filled)
@@ -299,11 +299,11 @@ def test_padded_codes_have_the_bits_of_packed_ones(
 def test_padded_codes_are_ordered_once(machine: Machine, format: str) -> None:
     up, down = machine.layer(True, format)
     x = torch.randn(E, ROOM, H).bfloat16()
-    given = apart(x, format, [ROOM] * E, starts=False, by_column=True)
+    coded_rows = apart(x, format, [ROOM] * E, starts=False, by_column=True)
     machine.launches.clear()
-    y = experts_mlp(given, up, down, torch.tensor([ROOM] * E))
-    one = RowOp.ACTIVATION_CODES if format == "fp8_block" else RowOp.ACTIVATION_ROW_CODES
-    assert machine.ran == [RowOp.ORDER_CODES, one]
+    y = experts_mlp(coded_rows, up, down, torch.tensor([ROOM] * E))
+    op = RowOp.ACTIVATION_CODES if format == "fp8_block" else RowOp.ACTIVATION_ROW_CODES
+    assert machine.ran == [RowOp.ORDER_CODES, op]
     assert torch.equal(y, experts_mlp(x, up, down, torch.tensor([ROOM] * E)))
     flat = apart(x, format, [ROOM] * E, starts=False, by_column=False)
     if format == "fp8_channel":
@@ -316,7 +316,7 @@ def test_padded_codes_that_can_not_be_used(machine: Machine) -> None:
     up, down = machine.layer(True)
     x = torch.randn(E, ROOM, H).bfloat16()
     codes, scale = apart(x, "fp8_block", [ROOM] * E, starts=False, by_column=False)
-    given, sizes = QuantizedRows(codes, scale), torch.tensor([1] * E)
+    coded_rows, sizes = QuantizedRows(codes, scale), torch.tensor([1] * E)
     adapter = Lora(torch.randn(E, 4, H).bfloat16(), torch.randn(E, 2 * I, 4).bfloat16())
     bias = torch.zeros(E, 2 * I).bfloat16().requires_grad_()
     for match, call in (
@@ -329,29 +329,29 @@ def test_padded_codes_that_can_not_be_used(machine: Machine) -> None:
         with pytest.raises(InputError, match=f"experts_mlp: {match}"):
             experts_mlp(call(), up, down, sizes)
     with pytest.raises(InputError, match="leave one of the two away"):
-        grouped_gemm(given, up, sizes, m_starts=STARTS)
+        grouped_gemm(coded_rows, up, sizes, m_starts=STARTS)
     flat = QuantizedRows(codes.view(-1, H), scale.view(-1, 2))
     with pytest.raises(InputError, match=r"m_starts is torch\.float32"):
         grouped_gemm(flat, up, sizes, m_starts=STARTS.float())
     with pytest.raises(InputError, match="topk with x"):
-        grouped_gemm(given, up, sizes, 2)
+        grouped_gemm(coded_rows, up, sizes, 2)
     with pytest.raises(InputError, match=r"expected_rows is 45, wanted an int of 0 to E\*M_max"):
-        experts_mlp(given, up, down, sizes, expected_rows=45)
+        experts_mlp(coded_rows, up, down, sizes, expected_rows=45)
     with pytest.raises(InputError, match=r"out is torch.float32"):
-        experts_mlp(given, up, down, sizes, out=torch.empty(E, ROOM, H))
+        experts_mlp(coded_rows, up, down, sizes, out=torch.empty(E, ROOM, H))
     memory = torch.zeros(E, ROOM, H).bfloat16()
     shared = QuantizedRows(memory.view(E4M3).view(-1)[: codes.numel()].view(codes.shape), scale)
     with pytest.raises(InputError, match=r"out is in the memory of x\.codes"):
         experts_mlp(shared, up, down, sizes, out=memory)
     for what, call in (
-        ("lora", lambda: grouped_gemm(given, up, sizes, lora=adapter)),
-        ("lora", lambda: grouped_gemm(given, up, sizes, lora=adapter._replace(dropout=0.5))),
-        ("lora", lambda: experts_mlp(given, up, down, sizes, lora=(adapter, None))),
-        ("a gradient", lambda: grouped_gemm(given, up, sizes, bias=bias)),
-        ("a gradient", lambda: experts_mlp(given, up, down, sizes, gate_up_bias=bias)),
+        ("lora", lambda: grouped_gemm(coded_rows, up, sizes, lora=adapter)),
+        ("lora", lambda: grouped_gemm(coded_rows, up, sizes, lora=adapter._replace(dropout=0.5))),
+        ("lora", lambda: experts_mlp(coded_rows, up, down, sizes, lora=(adapter, None))),
+        ("a gradient", lambda: grouped_gemm(coded_rows, up, sizes, bias=bias)),
+        ("a gradient", lambda: experts_mlp(coded_rows, up, down, sizes, gate_up_bias=bias)),
     ):
         with pytest.raises(Exception, match=f"QuantizedRows, and there is {what}"):
             call()
     machine.publish(without=RowOp.ORDER_CODES)
     with pytest.raises(InputError, match="no usable bundle has the row kernel that orders its codes"):
-        experts_mlp(given, up, down, sizes)
+        experts_mlp(coded_rows, up, down, sizes)

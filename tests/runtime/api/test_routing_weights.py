@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_kernels import made
+from emulated_kernels import variant_and_code
 from host_gpu import PERSISTENT, Device
 
 from pretuned.artifacts.records import DType, Layout, Op, RowOp
@@ -32,7 +32,7 @@ def gpu(device: Device) -> Device:
 
 def last(gpu: Device, op: RowOp) -> dict[str, Any]:
     """The words of the last launch of a row kernel."""
-    return next(one.words for one in reversed(gpu.passes) if one.code.op is op)
+    return next(row_kernel.words for row_kernel in reversed(gpu.passes) if row_kernel.code.op is op)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -55,8 +55,8 @@ def test_routing_weights_are_read_as_they_are_where_the_kernel_can(
     assert bool(words["flags"] & rowops.NARROW_DWEIGHTS) == (narrow and not biased)
     assert words["flags"] & rowops.WEIGHTED
     assert (words["row_weights"] == weights.data_ptr()) == (narrow or kind is torch.float32)
-    y, one = torch.randn(4, 3).bfloat16(), torch.zeros(4, dtype=torch.int32)
-    tokens.combine(y, one, 2, weights, one, torch.randn(1, 3).bfloat16() if biased else None)
+    y, experts = torch.randn(4, 3).bfloat16(), torch.zeros(4, dtype=torch.int32)
+    tokens.combine(y, experts, 2, weights, experts, torch.randn(1, 3).bfloat16() if biased else None)
     assert last(gpu, RowOp.COMBINE)["flags"] == rowops.WEIGHTED | rowops.NARROW * narrow | rowops.BIASED * biased
 
 
@@ -86,16 +86,16 @@ def test_a_program_tells_the_sum_of_what_dtype_they_are(gpu: Device, kind: torch
     for _ in range(2):
         weights, routing = routed(kind)
         x, bias = torch.randn(T, H).bfloat16(), torch.randn(E, H).bfloat16() if biased else None
-        given = (x, up, down, None, bias, weights, *routing)
+        arguments = (x, up, down, None, bias, weights, *routing)
         if program_of is None:
-            recorder = program.Recorder(T * TOPK, given, varies=True)
-            found = layer.forward(
+            recorder = program.Recorder(T * TOPK, arguments, varies=True)
+            out = layer.forward(
                 HOW, x, layer.Weights(up, down, None, bias), routing, weights, keeps_h=False, executor=recorder
             )
-            program_of = recorder.program(*found)
+            program_of = recorder.program(*out)
             assert program_of is not None
         else:
-            program_of.run(T * TOPK, 0, given)
+            program_of.run(T * TOPK, 0, arguments)
         words = last(gpu, RowOp.COMBINE)
         flags = rowops.WEIGHTED | (rowops.NARROW if kind is torch.bfloat16 else 0) | (rowops.BIASED if biased else 0)
         assert [words[name] for name in ("M", "columns", "top_k", "flags")] == [T, H, TOPK, flags]
@@ -116,28 +116,28 @@ def test_the_program_of_a_gradient_reads_and_writes_them_as_its_kernel_can(
         weights, routing = routed(kind)
         dout, x, h = torch.randn(T, H).bfloat16(), torch.randn(T, H).bfloat16(), torch.randn(T * TOPK, 2 * I).bfloat16()
         bias = torch.randn(E, H).bfloat16() if biased else None
-        given = (dout, h, x, weights, up, down, bias, *routing)
+        arguments = (dout, h, x, weights, up, down, bias, *routing)
         if program_of is None:
-            recorder = program.Recorder(T * TOPK, given, varies=True)
+            recorder = program.Recorder(T * TOPK, arguments, varies=True)
             needs = (True, True, True, False, False, True)
-            found: Any = layer.gradients(
+            result: Any = layer.gradients(
                 HOW, dout, x, layer.Weights(up, down, None, bias), weights, h, routing, needs, recorder
             )
-            program_of = recorder.program(*found)
+            program_of = recorder.program(*result)
             assert program_of is not None
         else:
-            found = program_of.run(T * TOPK, 0, given)
-        assert [one is not None for one in found] == list(needs)
+            result = program_of.run(T * TOPK, 0, arguments)
+        assert [gradient is not None for gradient in result] == list(needs)
         words, summed = last(gpu, RowOp.ACTIVATION_GRAD), last(gpu, RowOp.COMBINE)
         flags, narrow = words["flags"], kind is torch.bfloat16
-        assert found[5].dtype is kind
-        assert found[5].shape == weights.shape
+        assert result[5].dtype is kind
+        assert result[5].shape == weights.shape
         assert flags & rowops.WEIGHTED
         assert bool(flags & rowops.NARROW) is narrow
         assert bool(flags & rowops.NARROW_DWEIGHTS) is (narrow and not biased)
         assert (words["row_weights"] == weights.data_ptr()) is (narrow or kind is torch.float32)
         whole = not biased and (narrow or kind is torch.float32)  # else it is made of what the kernel wrote
-        assert (words["dweights"] == found[5].data_ptr()) is whole
+        assert (words["dweights"] == result[5].data_ptr()) is whole
         assert [summed[name] for name in ("M", "columns", "top_k", "flags")] == [T, H, TOPK, 0]
         assert summed["places"] == routing.places.data_ptr()
         assert not any(summed[name] for name in ("row_weights", "experts", "bias"))
@@ -147,10 +147,10 @@ def test_the_program_of_a_gradient_reads_and_writes_them_as_its_kernel_can(
 def test_their_gradient_is_of_their_dtype_where_no_bias_adds_to_it(gpu: Device, biased: bool) -> None:
     weights, routing = routed(torch.bfloat16)
     bias = torch.randn(E, H).bfloat16() if biased else None
-    given = layer.Weights(torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16(), None, bias)
+    layer_weights = layer.Weights(torch.randn(E, 2 * I, H).bfloat16(), torch.randn(E, H, I).bfloat16(), None, bias)
     x, h = torch.randn(T, H).bfloat16(), torch.randn(T * TOPK, 2 * I).bfloat16()
     needs = (True, False, False, False, False, True)
-    layer.gradients(HOW, x.clone(), x, given, weights, h, routing, needs)
+    layer.gradients(HOW, x.clone(), x, layer_weights, weights, h, routing, needs)
     assert bool(last(gpu, RowOp.ACTIVATION_GRAD)["flags"] & rowops.NARROW_DWEIGHTS) is not biased
 
 
@@ -159,10 +159,13 @@ def test_the_sum_asks_for_a_kernel_that_may_read_its_bias(gpu: Device) -> None:
     y, bias = torch.randn(T * TOPK, H).bfloat16(), torch.randn(E, H).bfloat16()
     spare = torch.empty(E * H + 1).bfloat16()[1:].view(E, H).copy_(bias)
     sums = [
-        tokens.combine(y, routing.places, TOPK, weights.flatten(), routing.experts, one) for one in (bias, spare, None)
+        tokens.combine(y, routing.places, TOPK, weights.flatten(), routing.experts, vector)
+        for vector in (bias, spare, None)
     ]
-    wanted = [made(RowOpSpec(RowOp.COMBINE, DType.BF16, alignment))[0].cubin_sha256 for alignment in (16, 1, 16)]
-    assert [one.digest for one in gpu.passes if one.code.op is RowOp.COMBINE] == wanted
+    wanted = [
+        variant_and_code(RowOpSpec(RowOp.COMBINE, DType.BF16, alignment))[0].cubin_sha256 for alignment in (16, 1, 16)
+    ]
+    assert [row_kernel.digest for row_kernel in gpu.passes if row_kernel.code.op is RowOp.COMBINE] == wanted
     assert torch.equal(sums[0], sums[1])
 
 

@@ -31,10 +31,10 @@ def tensors(T: int = T) -> dict[str, Any]:
 @pytest.mark.parametrize("permute_y", [False, True])
 @pytest.mark.parametrize("flat", [False, True])
 def test_opcheck_of_the_fused_form(permute_y: bool, flat: bool) -> None:
-    given = tensors()
+    inputs = tensors()
     if flat:
-        given["w"] = given["w"].detach().view(E * I, H).requires_grad_()
-    arguments = (*given.values(), TOPK, True, permute_y, True, "nk", False, False, False)
+        inputs["w"] = inputs["w"].detach().view(E * I, H).requires_grad_()
+    arguments = (*inputs.values(), TOPK, True, permute_y, True, "nk", False, False, False)
     torch.library.opcheck(torch.ops.pretuned.grouped_gemm, arguments)
 
 
@@ -64,10 +64,10 @@ def test_opcheck_of_the_plain_form(w_layout: str) -> None:
 
 
 def test_opcheck_with_a_hint_of_the_rows() -> None:
-    given = tensors()
-    arguments = (*given.values(), TOPK, True, False, True, "nk", False, False, False, 5)
+    inputs = tensors()
+    arguments = (*inputs.values(), TOPK, True, False, True, "nk", False, False, False, 5)
     torch.library.opcheck(torch.ops.pretuned.grouped_gemm, arguments)
-    rest = {name: one.detach() for name, one in given.items()}
+    rest = {name: tensor.detach() for name, tensor in inputs.items()}
     dy = torch.randn(T * TOPK, I)
     torch.library.opcheck(
         torch.ops.pretuned.grouped_gemm_backward, (dy, *rest.values(), TOPK, True, False, True, "nk", [True] * 4, 5)
@@ -76,10 +76,10 @@ def test_opcheck_with_a_hint_of_the_rows() -> None:
 
 @pytest.mark.parametrize("needs", [[True] * 4, [True, False, False, True], [False, True, True, False]])
 def test_opcheck_of_the_gradient(needs: list[bool]) -> None:
-    given = {name: one.detach() for name, one in tensors().items()}
+    inputs = {name: tensor.detach() for name, tensor in tensors().items()}
     dy = torch.randn(T * TOPK, I)
     torch.library.opcheck(
-        torch.ops.pretuned.grouped_gemm_backward, (dy, *given.values(), TOPK, True, False, True, "nk", needs)
+        torch.ops.pretuned.grouped_gemm_backward, (dy, *inputs.values(), TOPK, True, False, True, "nk", needs)
     )
 
 
@@ -114,7 +114,7 @@ def test_compile_with_changing_tokens_compiles_once(backend: str) -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_compile_with_a_hint_of_the_rows_that_changes_with_the_tokens(wide: bool) -> None:
-    """As of a rank that has an eighth of the experts: one graph, whose operators get the hint of each call."""
+    """A rank with an eighth of the experts: one graph, whose operators get the hint of each call."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     up, down, graphs = torch.randn(E, 2 * I, H), torch.randn(E, H, I), CompileCounterWithBackend("aot_eager")
@@ -140,18 +140,18 @@ def test_compile_with_a_hint_of_the_rows_that_changes_with_the_tokens(wide: bool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made", ["before", "in the call"])
-def test_compile_with_an_activation_that_has_numbers(made: str) -> None:
+@pytest.mark.parametrize("source", ["before", "in the call"])
+def test_compile_with_an_activation_that_has_numbers(source: str) -> None:
     up, down, act = torch.randn(E, 2 * I, H), torch.randn(E, H, I), Activation("swiglu", limit=0.5)
 
     def layer(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        how = act if made == "before" else Activation("swiglu", limit=0.5)
+        how = act if source == "before" else Activation("swiglu", limit=0.5)
         return moe_mlp(hidden, up, down, ids, weights, how)
 
-    given = torch.randn(5, H), torch.randint(0, E, (5, TOPK)), torch.rand(5, TOPK)
-    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(*given)
-    torch.testing.assert_close(got, layer(*given))
-    assert not torch.allclose(got, moe_mlp(given[0], up, down, *given[1:]))
+    inputs = torch.randn(5, H), torch.randint(0, E, (5, TOPK)), torch.rand(5, TOPK)
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(*inputs)
+    torch.testing.assert_close(got, layer(*inputs))
+    assert not torch.allclose(got, moe_mlp(inputs[0], up, down, *inputs[1:]))
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_layers_whose_limits_differ_compile_whole(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["plain", "wide", "gathered", "layer"])
 def test_compile_with_as_many_rows_as_the_data_say(form: str) -> None:
-    """As where ranks exchange tokens: how many come is in a tensor, and no size is known when it is traced."""
+    """Ranks that exchange tokens have the number of rows in a tensor: no size is known when the graph is traced."""
     up, down = torch.randn(E, 2 * I, H, requires_grad=True), torch.randn(E, H, I, requires_grad=True)
 
     def step(x: torch.Tensor, mask: torch.Tensor, m_sizes: torch.Tensor) -> torch.Tensor:
@@ -206,21 +206,21 @@ def test_compile_with_as_many_rows_as_the_data_say(form: str) -> None:
             torch.testing.assert_close(got, want)
             dy = torch.ones_like(want)
             both = torch.autograd.grad(got, inputs, dy), torch.autograd.grad(want, inputs, dy)
-            for one, other in zip(*both, strict=True):
-                torch.testing.assert_close(one, other)
+            for tensor, other in zip(*both, strict=True):
+                torch.testing.assert_close(tensor, other)
 
 
 def test_compile_under_autocast_and_without_a_gradient() -> None:
-    given = {name: one.detach() for name, one in tensors().items()}
+    inputs = {name: tensor.detach() for name, tensor in tensors().items()}
 
     def layer(**tensors: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return grouped_gemm(**tensors, topk=TOPK, permute_x=True, fuse_mul_post=True)
 
     torch._dynamo.reset()
-    y = torch.compile(layer, fullgraph=True, backend="aot_eager")(**given)
+    y = torch.compile(layer, fullgraph=True, backend="aot_eager")(**inputs)
     assert y.dtype is torch.bfloat16
-    torch.testing.assert_close(y, layer(**given))
+    torch.testing.assert_close(y, layer(**inputs))
 
 
 @pytest.mark.parametrize("gathers", [False, True])
@@ -234,15 +234,15 @@ def test_export_of_any_rows_takes_each_number_of_them(gathers: bool) -> None:
                 return grouped_gemm(x, w, m_sizes)
             return grouped_gemm(x, w, m_sizes, TOPK, index, permute_x=True, zero_tail=True)
 
-    def given(tokens: int, padding: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def inputs(tokens: int, padding: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         routing = sort_routing(torch.randint(0, E, (tokens, TOPK)), E)
         index = torch.cat([routing.gather_indices, routing.gather_indices.new_full((padding,), -1)])
         return torch.randn(tokens if gathers else tokens * TOPK, H), routing.m_sizes, index
 
     dynamic = ({0: torch.export.Dim("T")}, None, {0: torch.export.Dim("M")})
-    exported = torch.export.export(Product(), given(5, 0), dynamic_shapes=dynamic, strict=False).module()
+    exported = torch.export.export(Product(), inputs(5, 0), dynamic_shapes=dynamic, strict=False).module()
     for sizes in ((5, 0), (7, 0), (7, 4)):
-        arguments = given(*sizes)
+        arguments = inputs(*sizes)
         torch.testing.assert_close(exported(*arguments), Product()(*arguments), equal_nan=True)
 
 
@@ -293,8 +293,8 @@ def test_a_scripted_trace_keeps_the_call() -> None:
     traced = torch.jit.trace(product, (x, torch.tensor([3, 4, 3])))
     assert "pretuned::grouped_gemm" in str(traced.graph)
     for rows, counts in ((10, [1, 0, 9]), (4, [0, 3, 1])):
-        given = torch.randn(rows, 8), torch.tensor(counts)
-        torch.testing.assert_close(traced(*given), product(*given))
+        inputs = torch.randn(rows, 8), torch.tensor(counts)
+        torch.testing.assert_close(traced(*inputs), product(*inputs))
     with pytest.raises(InputError, match=r"grouped_gemm_dX: torch.jit.trace would keep these counts"):
         torch.jit.trace(
             lambda dy, m_sizes: grouped_gemm_dX(dy, w, m_sizes), (torch.randn(10, 6), torch.tensor([3, 4, 3]))
@@ -313,8 +313,8 @@ def test_a_scripted_trace_takes_topk_from_a_shape() -> None:
 
     routing, other = sort_routing(ids, 4), sort_routing(others, 4)
     traced = torch.jit.trace(product, (x, ids, routing.m_sizes, routing.gather_indices), check_trace=False)
-    given = (x, others, other.m_sizes, other.gather_indices)
-    torch.testing.assert_close(traced(*given), product(*given))
+    inputs = (x, others, other.m_sizes, other.gather_indices)
+    torch.testing.assert_close(traced(*inputs), product(*inputs))
 
     def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return moe_mlp(x, up, down, ids, weights)

@@ -41,10 +41,10 @@ def test_an_amd_gpu_is_torchs(amd: EmulatedGpu, caplog: pytest.LogCaptureFixture
     x, w, m_sizes = torch.randn(6, 8), torch.randn(2, 4, 8), torch.tensor([2, 4])
     want = torch.cat([x[:2] @ w[0].T, x[2:] @ w[1].T])
     for _ in range(2):
-        given = x.clone().requires_grad_(), w.clone().requires_grad_()
-        y = grouped_gemm(*given, m_sizes)
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = grouped_gemm(*leaves, m_sizes)
         torch.testing.assert_close(y, want)
-        dx, dw = torch.autograd.grad(y.sum(), given)
+        dx, dw = torch.autograd.grad(y.sum(), leaves)
         torch.testing.assert_close(dx, torch.cat([w[:1].sum(1).expand(2, 8), w[1:].sum(1).expand(4, 8)]))
         torch.testing.assert_close(dw, torch.stack([x[:2].sum(0), x[2:].sum(0)])[:, None].expand(2, 4, 8))
     (record,) = caplog.records
@@ -54,7 +54,7 @@ def test_an_amd_gpu_is_torchs(amd: EmulatedGpu, caplog: pytest.LogCaptureFixture
 
 
 def test_no_bundle_is_to_be_built_for_an_amd_gpu(amd: EmulatedGpu) -> None:
-    told = explain(E=2, N=64, K=64, M=8)
-    assert told.runs == "torch"
-    assert "AMD Instinct MI300X" in told.reason
-    assert "aot build" not in told.reason
+    explanation = explain(E=2, N=64, K=64, M=8)
+    assert explanation.runs == "torch"
+    assert "AMD Instinct MI300X" in explanation.reason
+    assert "aot build" not in explanation.reason

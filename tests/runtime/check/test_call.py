@@ -1,4 +1,4 @@
-"""What makes no sense is refused, and the message says which and why."""
+"""Senseless calls are refused, and the message says which and why."""
 
 from __future__ import annotations
 
@@ -88,19 +88,19 @@ def test_refusals(how: dict[str, Any], says: str) -> None:
     ],
 )
 def test_refusals_of_the_gradients(how: dict[str, Any], says: str) -> None:
-    given = {**arguments(), "dy": torch.ones(M, N), **how}
-    x, w = given.pop("x"), given.pop("w")
+    inputs = {**arguments(), "dy": torch.ones(M, N), **how}
+    x, w = inputs.pop("x"), inputs.pop("w")
     with pytest.raises(InputError, match=says):
-        grouped_gemm_dX(w=w, **given)
+        grouped_gemm_dX(w=w, **inputs)
     with pytest.raises(InputError, match=says):
-        grouped_gemm_dW(x=x, **given)
+        grouped_gemm_dW(x=x, **inputs)
 
 
 def test_out_tells_how_many_tokens_there_are() -> None:
-    given = {**arguments(), "x": torch.ones(3, K), "permute_x": False, "permute_y": True}
-    given |= {"gather_indices": torch.tensor([7, 0, 2]), "m_sizes": torch.tensor([1, 1, 1])}
+    inputs = {**arguments(), "x": torch.ones(3, K), "permute_x": False, "permute_y": True}
+    inputs |= {"gather_indices": torch.tensor([7, 0, 2]), "m_sizes": torch.tensor([1, 1, 1])}
     out = torch.full((M, N), 5.0)
-    assert grouped_gemm(**given, out=out) is out
+    assert grouped_gemm(**inputs, out=out) is out
     assert out.sum(1).nonzero().flatten().tolist() == [0, 2, 7]
     assert (out[[0, 2, 7]] == K).all()
 
@@ -129,7 +129,7 @@ def test_autotune_needs_a_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"import pretuned\.aot"):
         grouped_gemm(**arguments(), autotune=True)
     asked: list[object] = []
-    register_tuner(lambda *given: asked.append(given))
+    register_tuner(lambda *args: asked.append(args))
     y = grouped_gemm(**arguments(), autotune=True)
     assert torch.equal(y, grouped_gemm(**arguments()))
     assert not asked  # there is nothing to tune where there is no GPU
@@ -140,14 +140,14 @@ def test_autotune_needs_a_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_problems_of_a_call() -> None:
-    given = arguments()
-    x, w, m_sizes, index = given["x"].bfloat16(), given["w"].bfloat16(), given["m_sizes"], given["gather_indices"]
+    inputs = arguments()
+    x, w, m_sizes, index = inputs["x"].bfloat16(), inputs["w"].bfloat16(), inputs["m_sizes"], inputs["gather_indices"]
     weights = torch.ones(T, TOPK)
 
     def problems(x: torch.Tensor, w: torch.Tensor, form: Form, **more: Any) -> list[tuple[Op, int, int, Fusion]]:
         call, _ = check_call.check(x, w, m_sizes, form, index, more.get("weights"), "weights" in more)
-        found: tuple[Problem, ...] = api.problems(call, x)
-        return [(one.op, one.N, one.K, one.fusion) for one in found]
+        problems: tuple[Problem, ...] = api.problems(call, x)
+        return [(problem.op, problem.N, problem.K, problem.fusion) for problem in problems]
 
     first = form_of(w_layout="nk", topk=TOPK, permute_x=True, permute_y=False)
     assert problems(x, w, first) == [

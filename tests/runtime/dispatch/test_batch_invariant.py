@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from made import NARROW, ON_H200, PROBLEM, WIDE, measured, write
+from small_bundles import NARROW, ON_H200, PROBLEM, WIDE, measured, write
 
 from pretuned.aot.bundle.verify import sound
 from pretuned.aot.cli.prune import prune_bundle
@@ -50,29 +50,31 @@ def shipped(invariance: Invariance | None = NEVER) -> Snapshot:
 def gpus(sm: int) -> list[LocalGpu]:
     """Those that the bundles of a capability have measured, or none in particular."""
     view = shipped().view(made_up_gpu(sm), installed=True)
-    found = dict.fromkeys(gpu for usable in view.usable for gpu in usable.bundle.gpus)
-    return [LocalGpu(sm, gpu) for gpu in found] or [made_up_gpu(sm)]
+    gpus = dict.fromkeys(gpu for usable in view.usable for gpu in usable.bundle.gpus)
+    return [LocalGpu(sm, gpu) for gpu in gpus] or [made_up_gpu(sm)]
 
 
 def problems(sm: int, count: int) -> Iterator[Problem]:
     """Products of rows that are shipped for a capability, in every form: ``count`` of each op and dtype."""
     view = shipped().view(made_up_gpu(sm), installed=True)
-    every = {one for usable in view.usable for one in usable.bundle.problems() if one.op is not Op.DW}
-    plain = {one._replace(fusion=Fusion.NONE, top_k=0) for one in every}
-    for kind in sorted({(one.op, one.dtype) for one in plain}, key=str):
-        some = sorted((one for one in plain if (one.op, one.dtype) == kind), key=lambda one: one.sort_key)
+    problems = {problem for usable in view.usable for problem in usable.bundle.problems() if problem.op is not Op.DW}
+    plain = {problem._replace(fusion=Fusion.NONE, top_k=0) for problem in problems}
+    for kind in sorted({(problem.op, problem.dtype) for problem in plain}, key=str):
+        some = sorted(
+            (problem for problem in plain if (problem.op, problem.dtype) == kind), key=lambda problem: problem.sort_key
+        )
         for problem in some[:: -(-len(some) // count)]:
             yield from (problem._replace(fusion=form) for form in FORMS)
 
 
 def orders(snapshot: Snapshot, problem: Problem, local: LocalGpu, *, aligned: bool = True) -> set[object]:
     """Of all buckets; None where nothing runs it."""
-    found: set[object] = set()
+    seen: set[object] = set()
     for bucket in BUCKETS:
         decided = settle(snapshot, problem, bucket, local, aligned, False)
-        found.add(order_by(decided.chosen, problem) if isinstance(decided, Decision) else None)
+        seen.add(order_by(decided.chosen, problem) if isinstance(decided, Decision) else None)
         assert not isinstance(decided, Decision) or decided.chosen.torch_us is None
-    return found
+    return seen
 
 
 def order_by(candidate: Candidate, problem: Problem) -> object:
@@ -85,14 +87,14 @@ def check(sm: int, count: int) -> None:
         for problem in problems(sm, count):
             if not shipped().serves(problem, local):
                 continue
-            found = orders(shipped(), problem, local)
-            assert len(found) == 1, (problem, found)
-            assert found == {order_of(shipped(), problem, local)}, problem
-            by_product.setdefault(problem._replace(fusion=Fusion.NONE), set()).update(found)
-        for problem, every in by_product.items():
+            seen = orders(shipped(), problem, local)
+            assert len(seen) == 1, (problem, seen)
+            assert seen == {order_of(shipped(), problem, local)}, problem
+            by_product.setdefault(problem._replace(fusion=Fusion.NONE), set()).update(seen)
+        for problem, row in by_product.items():
             # A portable kernel alone moves the rows of dX of quantised w.
-            assert len(every) == 1 or (problem.op is Op.DX and problem.dtype.quantised), (problem, every)
-            assert None not in every
+            assert len(row) == 1 or (problem.op is Op.DX and problem.dtype.quantised), (problem, row)
+            assert None not in row
 
 
 def test_a_problem_is_summed_in_one_order() -> None:
@@ -111,17 +113,19 @@ def test_gpus_of_a_capability_and_shards_agree() -> None:
     h100, h200 = gpus(90)[:2]
     assert h100.gpu.name != h200.gpu.name
     for dtype in (DType.BF16, DType.MXFP4, DType.FP8_BLOCK, DType.FP8_CHANNEL_A16):
-        every = [Problem(Op.FORWARD, dtype, E, N, K) for E in (8, 128) for N in (512, 4096) for K in (2048,)]
-        assert len({order_of(shipped(), one, gpu) for one in every for gpu in (h100, h200)}) == 1
+        problems = [Problem(Op.FORWARD, dtype, E, N, K) for E in (8, 128) for N in (512, 4096) for K in (2048,)]
+        assert len({order_of(shipped(), problem, gpu) for problem in problems for gpu in (h100, h200)}) == 1
 
 
 def test_unaligned_tensors_of_bf16_are_summed_alike() -> None:
     problem, local = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048), gpus(90)[0]
     odd = problem._replace(N=1535)
-    every = [orders(shipped(), one, local, aligned=False) for one in (problem, odd, odd._replace(layout=Layout.KN))]
-    assert set.union(*every) == {order_of(shipped(), problem, local)}
+    seen = [
+        orders(shipped(), product, local, aligned=False) for product in (problem, odd, odd._replace(layout=Layout.KN))
+    ]
+    assert set.union(*seen) == {order_of(shipped(), problem, local)}
     wide = [with_wide_rows(shipped(), odd, M, local) for M in (1, 300, 1 << 16)]
-    assert {order_by(one, odd) for one in wide if one is not None} == {order_of(shipped(), problem, local)}
+    assert {order_by(choice, odd) for choice in wide if choice is not None} == {order_of(shipped(), problem, local)}
 
 
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.MXFP4, DType.INT4_G32_ZP, DType.FP8_BLOCK_A16])
@@ -130,12 +134,12 @@ def test_a_low_rank_part_is_summed_in_one_order(op: Op, dtype: DType) -> None:
     local = gpus(90)[0]
     for fusion in (Fusion.LOW_RANK, Fusion.LOW_RANK | Fusion.GATHER):
         problem = Problem(op, dtype, 32, 2048, 2048, fusion=fusion)
-        found = [with_low_part(shipped(), problem, M, local) for M in BUCKETS]
-        assert len({None if one is None else order_by(one, problem) for one in found}) == 1
+        choices = [with_low_part(shipped(), problem, M, local) for M in BUCKETS]
+        assert len({None if choice is None else order_by(choice, problem) for choice in choices}) == 1
 
 
 def test_few_and_many_rows_differ_without_the_mode() -> None:
-    """What the mode is for: tiles for few rows share out K."""
+    """The mode is needed: tiles for few rows share out K."""
     problem, local = Problem(Op.FORWARD, DType.MXFP4, 32, 5760, 2880), gpus(90)[0]
     assert len(orders(shipped(None), problem, local)) == 2
     assert len(orders(shipped(), problem, local)) == 1
@@ -148,14 +152,16 @@ def test_x_is_always_or_never_quantised(dtype: str, other: str, fusion: Fusion) 
     problem = Problem(Op.FORWARD, DType(dtype), 128, 1536, 2048, fusion=fusion)
 
     def quantises(mode: Invariance | None) -> set[object]:
-        found = [
+        results = [
             (M, plans.quantised_x(shipped(mode), problem, DType(other), M, local, top_k=top_k))
             for M in BUCKETS
             for top_k in (0, 8)
         ]
         return {
-            None if one is None else summed(one.usable, shipped(mode).variant(one.usable.bundle, one.variant), problem)
-            for _, one in found
+            None
+            if choice is None
+            else summed(choice.usable, shipped(mode).variant(choice.usable.bundle, choice.variant), problem)
+            for _, choice in results
         }
 
     assert None in quantises(None)
@@ -171,7 +177,7 @@ def test_x_is_quantised_where_no_kernel_leaves_it(tmp_path: Path) -> None:
     plain = problem._replace(dtype=DType.FP8_BLOCK_A16)
     assert not plans.always_quantises(shipped(), plain, local)
     asked = plan(load_models(["Qwen/Qwen3-30B-A3B weights=fp8_block ops=forward"], (Op.FORWARD,)).shapes)
-    of_codes = {one: buckets for one, buckets in asked.buckets.items() if one.dtype is DType.FP8_BLOCK}
+    of_codes = {problem: buckets for problem, buckets in asked.buckets.items() if problem.dtype is DType.FP8_BLOCK}
     whole = BUNDLES / "quantised-sm90.msgpack"
     pruned = prune_bundle(sound(str(whole)), dataclasses.replace(asked, buckets=of_codes), whole.name)
     (tmp_path / "codes-sm90.msgpack").write_bytes(encode(pruned.bundle))
@@ -183,13 +189,13 @@ def test_x_is_quantised_where_no_kernel_leaves_it(tmp_path: Path) -> None:
 def test_silu_is_never_in_the_epilogue() -> None:
     local = gpus(90)[0]
     problem = Problem(Op.FORWARD, DType.BF16, 128, 1536, 2048, fusion=Fusion.SILU | Fusion.GATHER)
-    found = {
+    results = {
         mode: plans.fused_silu(shipped(mode), problem, 65536, local, aligned=True, top_k=8) for mode in (None, NEVER)
     }
-    assert found[None] is not None
-    assert found[NEVER] is None
-    told = examine(shipped(), problem, 65536, local, aligned=True, top_k=8)
-    assert "in the batch-invariant mode h is rounded, as it is in a call with a gradient" in told.reason
+    assert results[None] is not None
+    assert results[NEVER] is None
+    explanation = examine(shipped(), problem, 65536, local, aligned=True, top_k=8)
+    assert "in the batch-invariant mode h is rounded, as it is in a call with a gradient" in explanation.reason
 
 
 def test_rows_that_are_gathered_first_are_summed_alike() -> None:
@@ -199,18 +205,18 @@ def test_rows_that_are_gathered_first_are_summed_alike() -> None:
             continue
         for M in BUCKETS:
             for fusion in (Fusion.GATHER, Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT):
-                found = plans.rows_first(shipped(), problem, M, local, top_k=8, fusion=fusion)
-                if found is not None:
+                decision = plans.rows_first(shipped(), problem, M, local, top_k=8, fusion=fusion)
+                if decision is not None:
                     taken += 1
-                    variant = shipped().variant(found.usable.bundle, found.variant)
-                    assert summed(found.usable, variant, problem) == order_of(shipped(), problem, local)
+                    variant = shipped().variant(decision.usable.bundle, decision.variant)
+                    assert summed(decision.usable, variant, problem) == order_of(shipped(), problem, local)
     assert taken
 
 
 def test_dw_is_chosen_freely() -> None:
     local, problem = gpus(90)[0], Problem(Op.DW, DType.BF16, 128, 1536, 2048)
     for M in BUCKETS:
-        free, mode = (settle(shipped(one), problem, M, local, True, False) for one in (None, NEVER))
+        free, mode = (settle(shipped(mode), problem, M, local, True, False) for mode in (None, NEVER))
         assert isinstance(free, Decision)
         assert isinstance(mode, Decision)
         assert free.chosen.variant == mode.chosen.variant
@@ -240,12 +246,12 @@ def test_a_bundle_of_the_user_keeps_to_the_order(tmp_path: Path) -> None:
     """Its choices rank first, as without the mode, where they have the order."""
     write(tmp_path / "own.msgpack", {PROBLEM: [measured(64, WIDE, 5), measured(128, NARROW, 5)]}, gpus=[ON_H200.gpu])
     place = Place(Kind.NAMED, tmp_path)
-    found = Snapshot([place], invariance=NEVER)
+    bundle_set = Snapshot([place], invariance=NEVER)
     for M, index in ((64, WIDE), (128, NARROW)):
-        decided = decide(found, PROBLEM, M, ON_H200)
+        decided = decide(bundle_set, PROBLEM, M, ON_H200)
         assert isinstance(decided, Decision)
         assert decided.chosen.index == index
-    assert len(orders(found, PROBLEM, ON_H200)) == 1
+    assert len(orders(bundle_set, PROBLEM, ON_H200)) == 1
     assert gemm_of(PROBLEM).reduction
 
 

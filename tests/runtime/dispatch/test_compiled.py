@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from emulated_driver import EmulatedGpu, emulated
-from made import (
+from small_bundles import (
     ANY,
     NARROW,
     ON_A100,
@@ -56,10 +56,10 @@ class Compiler:
 @pytest.fixture
 def compiler(clean_places: Path) -> Iterator[Compiler]:
     """A compiler that is registered, and not allowed yet."""
-    before, made = hooks._compiler, Compiler()
-    register_compiler(made)
+    before, compiler = hooks._compiler, Compiler()
+    register_compiler(compiler)
     compiled.forget()
-    yield made
+    yield compiler
     compiled.forget()
     allow_jit(False)
     register_compiler(before)
@@ -73,23 +73,23 @@ def test_without_being_allowed_nothing_is_compiled(compiler: Compiler, tmp_path:
 
 def test_explain_says_what_a_call_would_do_and_compiles_nothing(compiler: Compiler, tmp_path: Path) -> None:
     allow_jit()
-    found = snapshot(tmp_path)
-    told = examine(found, PROBLEM, 64, ON_H200, aligned=True)
-    assert told.runs == told.to_dict()["runs"] == "jit"
-    assert "what Triton compiles in the first call" in str(told)
+    bundle_set = snapshot(tmp_path)
+    explanation = examine(bundle_set, PROBLEM, 64, ON_H200, aligned=True)
+    assert explanation.runs == explanation.to_dict()["runs"] == "jit"
+    assert "what Triton compiles in the first call" in str(explanation)
     assert not compiler.asked
-    decide(found, PROBLEM, 64, ON_H200)
-    assert examine(found, PROBLEM, 64, ON_H200, aligned=True).runs == "bundle"
+    decide(bundle_set, PROBLEM, 64, ON_H200)
+    assert examine(bundle_set, PROBLEM, 64, ON_H200, aligned=True).runs == "bundle"
     compiler.error = CompileError("no")
-    decide(found, HALF, 64, ON_H200)
-    assert examine(found, HALF, 64, ON_H200, aligned=True).runs == "torch"
+    decide(bundle_set, HALF, 64, ON_H200)
+    assert examine(bundle_set, HALF, 64, ON_H200, aligned=True).runs == "torch"
 
 
 def test_it_is_compiled_once_for_every_shape_of_the_kind(compiler: Compiler, tmp_path: Path) -> None:
     allow_jit()
-    found = snapshot(tmp_path)
+    bundle_set = snapshot(tmp_path)
     for problem, M, aligned in ((PROBLEM, 64, True), (PROBLEM, 4096, True), (PROBLEM, 64, False), (OTHER, 7, True)):
-        got = decide(found, problem, M, ON_H200, aligned=aligned)
+        got = decide(bundle_set, problem, M, ON_H200, aligned=aligned)
         assert isinstance(got, Decision)
         assert got.chosen.origin is Origin.COMPILED
         assert got.chosen.usable.place.kind is Kind.PROCESS
@@ -98,8 +98,8 @@ def test_it_is_compiled_once_for_every_shape_of_the_kind(compiler: Compiler, tmp
     assert compiler.asked == [(PROBLEM, 90)]
     assert isinstance(decide(snapshot(tmp_path), PROBLEM, 64, ON_H200), Decision)  # another snapshot: not again
     assert compiler.asked == [(PROBLEM, 90)]
-    decide(found, HALF, 64, ON_H200)
-    decide(found, PROBLEM, 64, ON_A100)
+    decide(bundle_set, HALF, 64, ON_H200)
+    decide(bundle_set, PROBLEM, 64, ON_A100)
     assert compiler.asked[1:] == [(HALF, 90), (PROBLEM, 80)]
 
 
@@ -121,28 +121,30 @@ def test_it_is_the_last_resort(compiler: Compiler, tmp_path: Path) -> None:
 def test_what_was_compiled_never_displaces_a_bundle(compiler: Compiler, tmp_path: Path) -> None:
     allow_jit()
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, 0)]}, specs=[SPECS[WIDE]])  # no unaligned variant
-    found = snapshot(tmp_path)
-    unaligned = decide(found, PROBLEM, 64, ON_H200, aligned=False)
+    bundle_set = snapshot(tmp_path)
+    unaligned = decide(bundle_set, PROBLEM, 64, ON_H200, aligned=False)
     assert isinstance(unaligned, Decision)
     assert unaligned.chosen.origin is Origin.COMPILED
     for problem, match in ((PROBLEM, Match.EXACT), (OTHER, Match.COST_MODEL)):
-        aligned = decide(found, problem, 64, ON_H200)
+        aligned = decide(bundle_set, problem, 64, ON_H200)
         assert isinstance(aligned, Decision)
         assert (aligned.chosen.origin, aligned.chosen.match) == (Origin.MODELLED, match)
-    told = examine(found, OTHER, 64, ON_H200, aligned=True)
-    assert [one.origin for one in told.candidates] == sorted(one.origin for one in told.candidates)
-    assert told.candidates[-1].origin is Origin.COMPILED
+    explanation = examine(bundle_set, OTHER, 64, ON_H200, aligned=True)
+    assert [candidate.origin for candidate in explanation.candidates] == sorted(
+        candidate.origin for candidate in explanation.candidates
+    )
+    assert explanation.candidates[-1].origin is Origin.COMPILED
 
 
 def test_never_in_a_graph_capture(compiler: Compiler, tmp_path: Path) -> None:
     allow_jit()
-    found = snapshot(tmp_path)
+    bundle_set = snapshot(tmp_path)
     with emulated(EmulatedGpu()) as gpu:
         gpu.capturing = True
-        assert isinstance(decide(found, PROBLEM, 64, ON_H200), Miss)
+        assert isinstance(decide(bundle_set, PROBLEM, 64, ON_H200), Miss)
         assert not compiler.asked
         gpu.capturing = False
-        assert isinstance(decide(found, PROBLEM, 64, ON_H200), Decision)
+        assert isinstance(decide(bundle_set, PROBLEM, 64, ON_H200), Decision)
 
 
 def test_what_does_not_compile_falls_to_torch_with_the_reason(
@@ -150,9 +152,9 @@ def test_what_does_not_compile_falls_to_torch_with_the_reason(
 ) -> None:
     allow_jit()
     compiler.error = CompileError("ptxas: no")
-    found = snapshot(tmp_path)
+    bundle_set = snapshot(tmp_path)
     for M in (1, 64):
-        got = decide(found, PROBLEM, M, ON_H200)
+        got = decide(bundle_set, PROBLEM, M, ON_H200)
         assert isinstance(got, Miss)
         assert "could not be compiled: ptxas: no" in got.reason
     assert len(compiler.asked) == 1
@@ -164,21 +166,21 @@ def test_strict_compiles_nothing(compiler: Compiler, tmp_path: Path) -> None:
     with pytest.raises(ProblemNotInBundle):
         decide(snapshot(tmp_path), PROBLEM, 64, ON_H200, strict=True)
     assert not compiler.asked
-    found = snapshot(tmp_path)
-    decide(found, PROBLEM, 64, ON_H200)
+    bundle_set = snapshot(tmp_path)
+    decide(bundle_set, PROBLEM, 64, ON_H200)
     with pytest.raises(ProblemNotInBundle):
-        decide(found, PROBLEM, 64, ON_H200, strict=True)
+        decide(bundle_set, PROBLEM, 64, ON_H200, strict=True)
 
 
 def test_the_fingerprint_tells_who_may_compile_and_not_what_was(compiler: Compiler, tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
-    found = snapshot(tmp_path)
-    without = found.fingerprint(ON_H200)
+    bundle_set = snapshot(tmp_path)
+    without = bundle_set.fingerprint(ON_H200)
     allow_jit()
-    allowed = found.fingerprint(ON_H200)
-    decide(found, HALF, 64, ON_H200)
+    allowed = bundle_set.fingerprint(ON_H200)
+    decide(bundle_set, HALF, 64, ON_H200)
     assert compiler.asked
-    assert found.fingerprint(ON_H200) == allowed != without
+    assert bundle_set.fingerprint(ON_H200) == allowed != without
 
 
 def test_it_needs_a_compiler(clean_places: Path) -> None:

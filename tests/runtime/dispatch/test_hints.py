@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made import ON_H200, SPECS, WIDE, modelled, snapshot, write
+from small_bundles import ON_H200, SPECS, WIDE, modelled, snapshot, write
 
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
@@ -31,12 +31,14 @@ def view(tmp_path_factory: pytest.TempPathFactory) -> View:
         "shape:E=24,H=512,I=256,k=2 name=mine",
     ):
         models += plan(load_models([spec]).shapes).models
-    models = [one._replace(problems=tuple(p for p in one.problems if not p.fusion & Fusion.SILU)) for one in models]
-    problems = {problem for one in models for problem in one.problems}
-    forms = sorted({(one.op, one.fusion) for one in problems}, key=str)
+    models = [
+        model._replace(problems=tuple(p for p in model.problems if not p.fusion & Fusion.SILU)) for model in models
+    ]
+    problems = {problem for model in models for problem in model.problems}
+    forms = sorted({(problem.op, problem.fusion) for problem in problems}, key=str)
     specs = [replace(SPECS[WIDE], op=op, fusion=fusion) for op, fusion in forms]
     folder: Path = tmp_path_factory.mktemp("bundles")
-    choices = {one: [modelled(64, forms.index((one.op, one.fusion)))] for one in problems}
+    choices = {problem: [modelled(64, forms.index((problem.op, problem.fusion)))] for problem in problems}
     write(folder / "a.msgpack", choices, specs=specs, models=tuple(models))
     return snapshot(folder).view(ON_H200, installed=True)
 
@@ -116,8 +118,8 @@ def test_quantised_weights_are_asked_for_as_a_spec_has_them(view: View) -> None:
 
 
 def test_quantised_weights_that_no_kernel_is_for() -> None:
-    told = remedy(Problem(Op.DW, DType.MXFP4, 32, 2048, 2048), 64, 90)
-    assert told.startswith("No kernel is for dW of mxfp4 weights on sm_90: torch dequantises them")
+    message = remedy(Problem(Op.DW, DType.MXFP4, 32, 2048, 2048), 64, 90)
+    assert message.startswith("No kernel is for dW of mxfp4 weights on sm_90: torch dequantises them")
     assert build_line(Problem(Op.DW, DType.MXFP4, 32, 2048, 2048), 64, 90) is None
 
 

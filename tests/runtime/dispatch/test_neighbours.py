@@ -1,4 +1,4 @@
-"""What is chosen for a problem that no bundle has: as the measured cells around it say."""
+"""Choices for a problem that no bundle has, by the measured cells around it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import craft
 import msgpack
 import pytest
-from made import (
+from small_bundles import (
     ANY,
     H100,
     H200,
@@ -54,8 +54,8 @@ def around(index: int, second: int, time_us: float = 50, gpu: int = 0) -> dict[P
     return {PROBLEM._replace(E=E, N=N, K=K): rows for E, N, K in SIZES}
 
 
-def decision(found: Snapshot, local: LocalGpu = ON_H200, problem: Problem = ASKED, **how: bool) -> Decision:
-    got = decide(found, problem, 64, local, **how)
+def decision(bundle_set: Snapshot, local: LocalGpu = ON_H200, problem: Problem = ASKED, **how: bool) -> Decision:
+    got = decide(bundle_set, problem, 64, local, **how)
     assert isinstance(got, Decision), got
     return got
 
@@ -73,33 +73,36 @@ def test_what_won_around_is_chosen_whatever_the_cost_model_says(tmp_path: Path, 
 
 def test_explain_has_the_same_first_and_all_others_after_it(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", around(NARROW, WIDE), gpus=[H200])
-    found = snapshot(tmp_path)
-    told = examine(found, ASKED, 64, ON_H200, aligned=True, strict=False)
-    first, *others = (one.index for one in told.candidates)
+    bundle_set = snapshot(tmp_path)
+    explanation = examine(bundle_set, ASKED, 64, ON_H200, aligned=True, strict=False)
+    first, *others = (candidate.index for candidate in explanation.candidates)
     assert (first, sorted(others)) == (NARROW, [WIDE, ANY])
-    assert told.reason == decision(found).reason
-    assert "measured shapes near it" in str(told)
+    assert explanation.reason == decision(bundle_set).reason
+    assert "measured shapes near it" in str(explanation)
 
 
 def test_this_gpus_own_count_else_those_of_the_one_most_like_it(tmp_path: Path) -> None:
     rows = {problem: [*row, *around(NARROW, WIDE, gpu=1)[problem]] for problem, row in around(WIDE, NARROW).items()}
-    rows = {problem: sorted(row, key=lambda one: one.sort_key) for problem, row in rows.items()}
+    rows = {problem: sorted(row, key=lambda choice: choice.sort_key) for problem, row in rows.items()}
     write(tmp_path / "a.msgpack", rows, gpus=[H100, H200])
-    found = snapshot(tmp_path)
-    assert decision(found, ON_H100).chosen.index == WIDE
-    assert decision(found, ON_H200).chosen.index == NARROW
-    another = decision(found, LocalGpu(90, H200._replace(name="NVIDIA GH200 144G HBM3e", memory_mib=146831)))
+    bundle_set = snapshot(tmp_path)
+    assert decision(bundle_set, ON_H100).chosen.index == WIDE
+    assert decision(bundle_set, ON_H200).chosen.index == NARROW
+    another = decision(bundle_set, LocalGpu(90, H200._replace(name="NVIDIA GH200 144G HBM3e", memory_mib=146831)))
     assert another.chosen.index == NARROW
     assert "on NVIDIA H200: no bundle" in another.reason
 
 
 def test_a_gpu_that_measured_nothing_of_the_kind_counts_for_nothing(tmp_path: Path) -> None:
     """The H200 has choices of dX alone: a forward goes by the H100's."""
-    other = {one._replace(op=Op.DX, N=one.K, K=one.N): row for one, row in around(WIDE, NARROW, gpu=1).items()}
-    specs = [*SPECS, *(replace(one, op=Op.DX) for one in SPECS)]
     other = {
-        one: [choice._replace(variant=choice.variant + 3, runner_up=NARROW + 3) for choice in row]
-        for one, row in other.items()
+        problem._replace(op=Op.DX, N=problem.K, K=problem.N): row
+        for problem, row in around(WIDE, NARROW, gpu=1).items()
+    }
+    specs = [*SPECS, *(replace(spec, op=Op.DX) for spec in SPECS)]
+    other = {
+        problem: [choice._replace(variant=choice.variant + 3, runner_up=NARROW + 3) for choice in row]
+        for problem, row in other.items()
     }
     write(tmp_path / "a.msgpack", {**around(NARROW, WIDE), **other}, gpus=[H100, H200], specs=specs)
     got = decision(snapshot(tmp_path))
@@ -121,11 +124,11 @@ def test_what_cannot_run_the_call_is_not_chosen(tmp_path: Path) -> None:
     """For that it needs aligned rows, takes fewer experts, or was found wrong."""
     specs = [SPECS[WIDE], replace(SPECS[NARROW], max_experts=14), SPECS[ANY]]
     path = write(tmp_path / "a.msgpack", around(NARROW, WIDE), gpus=[H200], specs=specs)
-    found = snapshot(tmp_path)
-    assert decision(found, problem=ASKED._replace(E=15)).chosen.index == WIDE
-    assert decision(found, problem=ASKED._replace(E=14)).chosen.index == NARROW
-    assert decision(found, aligned=False).chosen.index == ANY
-    assert decision(found, problem=ASKED._replace(K=833), aligned=False).chosen.index == ANY
+    bundle_set = snapshot(tmp_path)
+    assert decision(bundle_set, problem=ASKED._replace(E=15)).chosen.index == WIDE
+    assert decision(bundle_set, problem=ASKED._replace(E=14)).chosen.index == NARROW
+    assert decision(bundle_set, aligned=False).chosen.index == ANY
+    assert decision(bundle_set, problem=ASKED._replace(K=833), aligned=False).chosen.index == ANY
     wrong = bundle(around(NARROW, WIDE), gpus=[H200], specs=specs).variants[NARROW]
     self_tests.leave_out(wrong, ON_H200)
     assert decision(snapshot(path)).chosen.index == WIDE
@@ -142,24 +145,24 @@ def test_the_same_variant_of_another_bundle_is_known_by_its_config(tmp_path: Pat
 
 def test_the_products_other_name_counts(tmp_path: Path) -> None:
     """dX of w [E, K, N] is the forward of [E, N, K], in the bundle and in the call."""
-    rows = {one.transposed: row for one, row in around(NARROW, WIDE).items() if one.transposed}
-    specs = [replace(one, op=Op.DX, layout=Layout.KN) for one in SPECS]
+    rows = {problem.transposed: row for problem, row in around(NARROW, WIDE).items() if problem.transposed}
+    specs = [replace(spec, op=Op.DX, layout=Layout.KN) for spec in SPECS]
     write(tmp_path / "a.msgpack", rows, gpus=[H200], specs=specs)
-    found = snapshot(tmp_path)
+    bundle_set = snapshot(tmp_path)
     called = ASKED.transposed
     assert called is not None
     for problem in (ASKED, called):
-        got = decision(found, problem=problem)
+        got = decision(bundle_set, problem=problem)
         assert got.chosen.index == NARROW
         assert got.chosen.near is not None
 
 
 def test_what_this_process_made_decides_nothing_else(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", around(WIDE, NARROW), gpus=[H200])
-    found = snapshot(tmp_path)
+    bundle_set = snapshot(tmp_path)
     near = {ASKED._replace(K=816): [measured(M, NARROW, 9, second=WIDE) for M in (32, 64, 128)]}
-    found.add(open_bytes(encode(bundle(near, gpus=[H200], tag="made")), "made now"))
-    assert decision(found).chosen.index == WIDE
+    bundle_set.add(open_bytes(encode(bundle(near, gpus=[H200], tag="made")), "made now"))
+    assert decision(bundle_set).chosen.index == WIDE
 
 
 def test_a_bundle_that_was_held_against_others_decides_nothing_else(tmp_path: Path) -> None:
@@ -169,8 +172,8 @@ def test_a_bundle_that_was_held_against_others_decides_nothing_else(tmp_path: Pa
     added = bundle(near, gpus=[H200], tag="added")
     held = added._replace(producer=added.producer.with_held_against(["ab" * 32]))
     (tmp_path / "2").mkdir()
-    for one, counts in ((held, False), (added, True)):
-        publish(tmp_path / "2/added.msgpack", encode(one))
+    for evidence, counts in ((held, False), (added, True)):
+        publish(tmp_path / "2/added.msgpack", encode(evidence))
         near_to = decision(snapshot(tmp_path / "2", tmp_path / "1")).chosen.near
         assert near_to is not None
         assert (near_to.nearest.K == 816) == counts
@@ -188,30 +191,30 @@ def test_a_damaged_choice_drops_its_bundle(tmp_path: Path) -> None:
     write(tmp_path / "2/whole.msgpack", around(WIDE, NARROW), gpus=[H200])
     problems = craft.parts(path.read_bytes())[0]["problems"]
     path.write_bytes(craft.changed(path.read_bytes(), problems=dict.fromkeys(problems, msgpack.packb([[1, 2]]))))
-    found = snapshot(tmp_path / "1", tmp_path / "2")
-    got = decision(found)
+    bundle_set = snapshot(tmp_path / "1", tmp_path / "2")
+    got = decision(bundle_set)
     assert (got.chosen.usable.path.stem, got.chosen.index) == ("whole", WIDE)
-    assert [one.path.stem for one in found.view(ON_H200, installed=True).skipped] == ["damaged"]
+    assert [skip.path.stem for skip in bundle_set.view(ON_H200, installed=True).skipped] == ["damaged"]
 
 
 def test_without_leaves_shapes_out(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", around(NARROW, WIDE), gpus=[H200])
-    found = snapshot(tmp_path)
-    known = Neighbourhood(found, ON_H200, found.view(ON_H200, installed=True))
-    near = known.near(PROBLEM, 64)
+    bundle_set = snapshot(tmp_path)
+    neighbourhood = Neighbourhood(bundle_set, ON_H200, bundle_set.view(ON_H200, installed=True))
+    near = neighbourhood.near(PROBLEM, 64)
     assert near is not None
     assert (near.nearest.K, near.shapes) == (768, 9)
-    rest = known.without({(8, 1024, 768)}).near(PROBLEM, 64)
+    rest = neighbourhood.without({(8, 1024, 768)}).near(PROBLEM, 64)
     assert rest is not None
     assert (rest.nearest.K != 768 or rest.nearest.E != 8, rest.shapes) == (True, 8)
-    assert known.without(set(SIZES)).near(PROBLEM, 64) is None
+    assert neighbourhood.without(set(SIZES)).near(PROBLEM, 64) is None
 
 
 def test_far_problems_still_have_neighbours(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", around(NARROW, WIDE), gpus=[H200])
-    found = snapshot(tmp_path)
+    bundle_set = snapshot(tmp_path)
     for problem in (ASKED._replace(E=500), ASKED._replace(N=60_000, K=16), ASKED._replace(E=1)):
-        got = decision(found, problem=problem)
+        got = decision(bundle_set, problem=problem)
         assert got.chosen.near is not None
         assert math.isfinite(got.chosen.time_us)
 
@@ -243,14 +246,14 @@ for op, E, N, K, M in {[(op.value, *sizes) for op, *sizes in asked]}[:: int(sys.
 
 def test_the_cost_models_ranking_is_whole_where_all_are_asked_for(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", around(NARROW, WIDE), gpus=[H200], specs=(*SPECS, Spec(SPECS[WIDE].config, 1)))
-    found = snapshot(tmp_path)
-    view = found.view(ON_H200, installed=True)
-    every = by_model(found, ASKED, 64, ON_H200, view, aligned=True)
-    assert len(every) == 4
-    assert by_model(found, ASKED, 64, ON_H200, view, aligned=True, most=1) == every[:1]
-    assert every[0].near is not None
-    assert sum(one.near is not None for one in every) == 2
-    assert [one.time_us for one in every] == sorted(one.time_us for one in every)
+    bundle_set = snapshot(tmp_path)
+    view = bundle_set.view(ON_H200, installed=True)
+    ranked = by_model(bundle_set, ASKED, 64, ON_H200, view, aligned=True)
+    assert len(ranked) == 4
+    assert by_model(bundle_set, ASKED, 64, ON_H200, view, aligned=True, most=1) == ranked[:1]
+    assert ranked[0].near is not None
+    assert sum(candidate.near is not None for candidate in ranked) == 2
+    assert [candidate.time_us for candidate in ranked] == sorted(candidate.time_us for candidate in ranked)
 
 
 def test_the_neighbours_are_imported_when_a_problem_is_in_no_bundle() -> None:

@@ -1,4 +1,4 @@
-"""Whether x is quantised for weights whose checkpoints have it so: by what the shipped bundle says, and without one."""
+"""Quantising x for checkpoints that quantise x: by the shipped bundle's plans, and without any."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def snapshot(*names: str) -> Snapshot:
     return Snapshot([Place(Kind.NAMED, BUNDLES / f"{name}.msgpack") for name in names])
 
 
-def told(problem: Problem, M: int, local: LocalGpu = H100, top_k: int = 0, bundle: str = "quantised-sm90") -> str:
-    found = quantised_x(snapshot(bundle), problem, DType.FP8_BLOCK_A16, M, local, top_k=top_k, aligned=True)
-    assert (found.chosen is not None) is found.reason.startswith("quantising x is faster")
-    assert found.chosen is None or found.chosen.variant.dtype is DType.FP8_BLOCK
-    return found.reason
+def decided(problem: Problem, M: int, local: LocalGpu = H100, top_k: int = 0, bundle: str = "quantised-sm90") -> str:
+    decision = quantised_x(snapshot(bundle), problem, DType.FP8_BLOCK_A16, M, local, top_k=top_k, aligned=True)
+    assert (decision.chosen is not None) is decision.reason.startswith("quantising x is faster")
+    assert decision.chosen is None or decision.chosen.variant.dtype is DType.FP8_BLOCK
+    return decision.reason
 
 
 @pytest.mark.parametrize("top_k", [0, 8])
 def test_of_many_rows_it_is_and_of_few_it_is_not(top_k: int) -> None:
-    assert told(GATE_UP, 8, top_k=top_k).startswith("quantising x is not faster: ")
-    assert told(GATE_UP, 1024, top_k=top_k).startswith("quantising x is not faster: ")
-    many = told(GATE_UP, 65536, top_k=top_k)
+    assert decided(GATE_UP, 8, top_k=top_k).startswith("quantising x is not faster: ")
+    assert decided(GATE_UP, 1024, top_k=top_k).startswith("quantising x is not faster: ")
+    many = decided(GATE_UP, 65536, top_k=top_k)
     assert many.startswith("quantising x is faster at M near 65536: the GEMM ")
     assert ("and the gather" in many) is bool(top_k)
     assert "us measured and the row kernel" in many
@@ -48,22 +48,24 @@ def test_with_a_scale_a_row_it_is_as_well(N: int, K: int) -> None:
     """By the times of an H100, of Qwen3-30B-A3B."""
     for M, quantises in ((8, False), (8192, False), (65536, True)):
         problem = Problem(Op.FORWARD, DType.FP8_CHANNEL, 128, N, K)
-        found = quantised_x(snapshot("quantised-sm90"), problem, DType.FP8_CHANNEL_A16, M, H100, top_k=0, aligned=True)
-        assert (found.chosen is not None) is quantises, found.reason
-        assert "us measured and the row kernel" in found.reason
-        assert found.chosen is None or found.chosen.variant.kernel == "rows_w8a8_channel"
+        decision = quantised_x(
+            snapshot("quantised-sm90"), problem, DType.FP8_CHANNEL_A16, M, H100, top_k=0, aligned=True
+        )
+        assert (decision.chosen is not None) is quantises, decision.reason
+        assert "us measured and the row kernel" in decision.reason
+        assert decision.chosen is None or decision.chosen.variant.kernel == "rows_w8a8_channel"
 
 
 def test_a_shape_that_no_bundle_has_is_modelled() -> None:
     problem = Problem(Op.FORWARD, DType.FP8_BLOCK, 24, 2560, 3072)
-    assert told(problem, 16).startswith("quantising x is not faster: ")
-    assert "us modelled and the row kernel" in told(problem, 1 << 17)
-    assert told(problem, 1 << 17).startswith("quantising x is faster")
+    assert decided(problem, 16).startswith("quantising x is not faster: ")
+    assert "us modelled and the row kernel" in decided(problem, 1 << 17)
+    assert decided(problem, 1 << 17).startswith("quantising x is faster")
 
 
 def test_without_the_pass_or_any_product_it_stays() -> None:
     assert (
-        told(GATE_UP, 65536, bundle="catalogue-sm90")
+        decided(GATE_UP, 65536, bundle="catalogue-sm90")
         == "x stays bf16: no usable bundle has the row kernel that quantises it"
     )
 
@@ -74,19 +76,21 @@ UNKNOWN = LocalGpu(90, Gpu("NVIDIA H900", 132, 81079, 13000))
 def test_what_the_pass_takes_is_not_known_of_a_gpu_that_is_not() -> None:
     assert quantise_us(64, 2048, 0, chip_named(UNKNOWN.gpu.name)) is None
     modelled = Problem(Op.FORWARD, DType.FP8_BLOCK, 24, 2560, 3072)
-    assert told(modelled, 1 << 17, UNKNOWN) == "x stays bf16: the bandwidth of this GPU is not known"
-    assert told(GATE_UP, 65536, UNKNOWN).startswith("quantising x is faster")  # by the one that measured both
+    assert decided(modelled, 1 << 17, UNKNOWN) == "x stays bf16: the bandwidth of this GPU is not known"
+    assert decided(GATE_UP, 65536, UNKNOWN).startswith("quantising x is faster")  # by the one that measured both
 
 
 def part_of(
-    path: Path, choices: Callable[[Problem], bool], variants: Callable[[Variant], bool] = lambda one: True
+    path: Path, choices: Callable[[Problem], bool], variants: Callable[[Variant], bool] = lambda variant: True
 ) -> Path:
     """The shipped bundle with some of its choices, and of its variants."""
     whole = shipped.whole("quantised-sm90")
-    kept = [i for i, one in enumerate(whole.variants) if variants(one)]
+    kept = [i for i, variant in enumerate(whole.variants) if variants(variant)]
     at = {old: new for new, old in enumerate(kept)}
     rows = {
-        problem: tuple(one._replace(variant=at[one.variant], runner_up=None, runner_up_ns=None, plan=()) for one in row)
+        problem: tuple(
+            choice._replace(variant=at[choice.variant], runner_up=None, runner_up_ns=None, plan=()) for choice in row
+        )
         for problem, row in whole.choices.items()
         if choices(problem)
     }
@@ -96,36 +100,36 @@ def part_of(
         cubins=tuple(whole.cubins[i] for i in kept),
         choices=rows,
         models=(),
-        kernels=tuple(one for one in whole.kernels if one.name in names),
+        kernels=tuple(kernel for kernel in whole.kernels if kernel.name in names),
     )
     publish(path, encode(with_plans(part)))
     return path
 
 
 def of_part(path: Path) -> str:
-    found = Snapshot([Place(Kind.NAMED, path)])
-    return quantised_x(found, GATE_UP, DType.FP8_BLOCK_A16, 65536, H100, top_k=0, aligned=True).reason
+    bundle_set = Snapshot([Place(Kind.NAMED, path)])
+    return quantised_x(bundle_set, GATE_UP, DType.FP8_BLOCK_A16, 65536, H100, top_k=0, aligned=True).reason
 
 
 def test_where_one_product_alone_is_there_it_runs(tmp_path: Path) -> None:
     codes = part_of(
         tmp_path / "codes.msgpack",
-        lambda one: one.dtype is DType.FP8_BLOCK,
-        lambda one: isinstance(one.op, RowOp) or one.dtype is DType.FP8_BLOCK,
+        lambda problem: problem.dtype is DType.FP8_BLOCK,
+        lambda variant: isinstance(variant.op, RowOp) or variant.dtype is DType.FP8_BLOCK,
     )
     assert of_part(codes) == "x is quantised: no bundle has the GEMM with bf16 x"
-    neither = part_of(tmp_path / "passes.msgpack", lambda one: False, lambda one: isinstance(one.op, RowOp))
+    neither = part_of(tmp_path / "passes.msgpack", lambda problem: False, lambda variant: isinstance(variant.op, RowOp))
     assert of_part(neither) == "no bundle has this GEMM"
     plain = part_of(
         tmp_path / "plain.msgpack",
-        lambda one: one.dtype is DType.FP8_BLOCK_A16,
-        lambda one: isinstance(one.op, RowOp) or one.dtype is DType.FP8_BLOCK_A16,
+        lambda problem: problem.dtype is DType.FP8_BLOCK_A16,
+        lambda variant: isinstance(variant.op, RowOp) or variant.dtype is DType.FP8_BLOCK_A16,
     )
     assert of_part(plain).startswith("x stays bf16: for the GEMM with quantised x, the bundle has no choice for it")
 
 
 def test_a_measured_time_and_a_modelled_one_are_not_compared(tmp_path: Path) -> None:
-    half = part_of(tmp_path / "half.msgpack", lambda one: one.dtype is DType.FP8_BLOCK)
+    half = part_of(tmp_path / "half.msgpack", lambda problem: problem.dtype is DType.FP8_BLOCK)
     why = "its time and the time with bf16 x are not from one source"
     assert of_part(half) == f"x stays bf16: for the GEMM with quantised x, {why}"
 
@@ -143,17 +147,17 @@ def of_candidates(problem: Problem, M: int, sm: int, *, aligned: bool = True) ->
 @pytest.mark.parametrize("sm", [89, 100, 103, 120])
 def test_a_kernel_that_quantises_x_itself_runs_many_rows(sm: int, fusion: Fusion) -> None:
     """Where a GPU multiplies e4m3; no pass is asked for, and no GPU's memory has to be known."""
-    found = of_candidates(STORED._replace(fusion=fusion), 1 << 16, sm)
-    assert found.chosen is not None, found.reason
-    assert (found.chosen.variant.kernel, found.chosen.variant.alignment) == ("w8a8", 16)
-    assert found.reason.startswith("quantising x is faster at M near 65536: the GEMM ")
-    assert "row kernel" not in found.reason
+    ruling = of_candidates(STORED._replace(fusion=fusion), 1 << 16, sm)
+    assert ruling.chosen is not None, ruling.reason
+    assert (ruling.chosen.variant.kernel, ruling.chosen.variant.alignment) == ("w8a8", 16)
+    assert ruling.reason.startswith("quantising x is faster at M near 65536: the GEMM ")
+    assert "row kernel" not in ruling.reason
     unaligned = of_candidates(STORED._replace(fusion=fusion), 1 << 16, sm, aligned=False)
     assert unaligned.chosen is None or unaligned.chosen.variant.alignment == 1
 
 
 @pytest.mark.parametrize(
-    ("sm", "problem", "told"),
+    ("sm", "problem", "message"),
     [
         (80, STORED, "x stays bf16: sm_80 has no products of e4m3, so w becomes bf16"),
         (86, GATE_UP, "x stays bf16: sm_86 has no products of e4m3, so w becomes bf16"),
@@ -161,6 +165,6 @@ def test_a_kernel_that_quantises_x_itself_runs_many_rows(sm: int, fusion: Fusion
         (89, GATE_UP, "x stays bf16: no kernel for sm_89 multiplies codes by codes of such w"),
     ],
 )
-def test_why_x_stays_where_nothing_multiplies_codes(sm: int, problem: Problem, told: str) -> None:
-    found = of_candidates(problem, 1 << 16, sm)
-    assert found == (None, told)
+def test_why_x_stays_where_nothing_multiplies_codes(sm: int, problem: Problem, message: str) -> None:
+    ruling = of_candidates(problem, 1 << 16, sm)
+    assert ruling == (None, message)

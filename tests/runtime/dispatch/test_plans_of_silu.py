@@ -9,7 +9,7 @@ from pathlib import Path
 import craft
 import msgpack
 import pytest
-from made import H100, H200, ON_A100, ON_H100, ON_H200, SPECS, Spec, measured, modelled, snapshot, write
+from small_bundles import H100, H200, ON_A100, ON_H100, ON_H200, SPECS, Spec, measured, modelled, snapshot, write
 
 from pretuned.artifacts.records import Choice, DType, Fusion, Gpu, LocalGpu, Model, Op, Problem
 from pretuned.kernels.chips import chip_named
@@ -37,15 +37,15 @@ def book(path: Path, plain: Choice, *gated: Choice, gpus: tuple[Gpu, ...] = (H20
     return write(path, choices, gpus=gpus, specs=how.pop("specs", CODE), **how)
 
 
-def ruled(found: Snapshot, problem: Problem, rows: int, local: LocalGpu, *, aligned: bool) -> Ruled:
-    """What runs, and why; rows are read by one index entry each."""
-    return fused_silu(found, problem, rows, local, top_k=1, aligned=aligned)
+def ruled(bundle_set: Snapshot, problem: Problem, rows: int, local: LocalGpu, *, aligned: bool) -> Ruled:
+    """Return the decision and its reason; rows are read by one index entry each."""
+    return fused_silu(bundle_set, problem, rows, local, top_k=1, aligned=aligned)
 
 
 def used(path: Path, local: LocalGpu = ON_H200, rows: int = M, problem: Problem = GATED) -> bool:
-    found = ruled(snapshot(path), problem, rows, local, aligned=True)
-    assert (found.chosen is None) == ("faster" not in found.reason)
-    return found.chosen is not None
+    ruling = ruled(snapshot(path), problem, rows, local, aligned=True)
+    assert (ruling.chosen is None) == ("faster" not in ruling.reason)
+    return ruling.chosen is not None
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,12 @@ def test_the_choice_is_of_the_bundle_that_runs_the_product(tmp_path: Path) -> No
     book(tmp_path / "2/both.msgpack", measured(M, 0, 210.0), measured(M, 1, 200.0))
     assert not used(tmp_path / "1")
     assert used(tmp_path / "2")
-    found = snapshot(tmp_path / "1", tmp_path / "2")
-    told = ruled(found, GATED, M, ON_H200, aligned=True)
-    assert told.chosen is None
-    assert "the bundle has no choice for it at M near 8192" in told.reason
+    bundle_set = snapshot(tmp_path / "1", tmp_path / "2")
+    ruling = ruled(bundle_set, GATED, M, ON_H200, aligned=True)
+    assert ruling.chosen is None
+    assert "the bundle has no choice for it at M near 8192" in ruling.reason
     # and the first place's product is what the layer runs
-    ran = examine(found, PLAIN, M, ON_H200, aligned=True).chosen
+    ran = examine(bundle_set, PLAIN, M, ON_H200, aligned=True).chosen
     assert ran is not None
     assert ran.usable.path.name == "plain.msgpack"
 
@@ -123,9 +123,9 @@ def test_the_choice_is_of_the_bundle_that_runs_the_product(tmp_path: Path) -> No
 def test_a_variant_that_can_not_run_the_call_is_none(tmp_path: Path) -> None:
     for name, code in {"abi": replace(CODE[1], abi=2), "shared": replace(CODE[1], shared_bytes=250_000)}.items():
         book(tmp_path / name / "a.msgpack", measured(M, 0, 210.0), measured(M, 1, 200.0), specs=(CODE[0], code))
-        told = ruled(snapshot(tmp_path / name), GATED, M, ON_H200, aligned=True)
-        assert told.chosen is None
-        assert "can't run here" in told.reason
+        ruling = ruled(snapshot(tmp_path / name), GATED, M, ON_H200, aligned=True)
+        assert ruling.chosen is None
+        assert "can't run here" in ruling.reason
     book(tmp_path / "a.msgpack", measured(M, 0, 210.0), measured(M, 1, 200.0))
     assert ruled(snapshot(tmp_path / "a.msgpack"), GATED, M, ON_H200, aligned=False).chosen is None
 
@@ -133,30 +133,30 @@ def test_a_variant_that_can_not_run_the_call_is_none(tmp_path: Path) -> None:
 def test_a_product_that_no_choice_of_its_own_runs_says_nothing(tmp_path: Path) -> None:
     other = PLAIN._replace(N=1024)
     write(tmp_path / "a.msgpack", {other: [modelled(M, 0)]}, specs=CODE)
-    told = ruled(snapshot(tmp_path), GATED, M, ON_H200, aligned=True)
-    assert told.chosen is None
-    assert "no time to compare" in told.reason
+    ruling = ruled(snapshot(tmp_path), GATED, M, ON_H200, aligned=True)
+    assert ruling.chosen is None
+    assert "no time to compare" in ruling.reason
     write(tmp_path / "b/b.msgpack", {other._replace(fusion=Fusion.NONE): [modelled(M, 0)]}, specs=SPECS)
-    told = ruled(snapshot(tmp_path / "b"), GATED, M, ON_H200, aligned=True)
-    assert told.reason == "no bundle has the plain GEMM"
+    ruling = ruled(snapshot(tmp_path / "b"), GATED, M, ON_H200, aligned=True)
+    assert ruling.reason == "no bundle has the plain GEMM"
 
 
 def test_explain_says_what_runs_and_why(tmp_path: Path) -> None:
     book(tmp_path / "1/a.msgpack", measured(M, 0, 210.0), measured(M, 1, 212.0))
-    told = examine(snapshot(tmp_path / "1"), GATED, M, ON_H200, aligned=True)
-    assert told.problem == GATED
-    assert told.runs == "bundle"
-    assert "fused=gather+silu" in str(told)
-    assert "212.0 us measured, the plain GEMM 210.0 us and the activation 8.7 us at least" in str(told)
-    row = json.loads(json.dumps(told.to_dict()))
+    explanation = examine(snapshot(tmp_path / "1"), GATED, M, ON_H200, aligned=True)
+    assert explanation.problem == GATED
+    assert explanation.runs == "bundle"
+    assert "fused=gather+silu" in str(explanation)
+    assert "212.0 us measured, the plain GEMM 210.0 us and the activation 8.7 us at least" in str(explanation)
+    row = json.loads(json.dumps(explanation.to_dict()))
     assert row["problem"]["fused"] == ["gather", "silu"]
-    assert [one["variant"] for one in row["candidates"]] == [1]
+    assert [candidate["variant"] for candidate in row["candidates"]] == [1]
     book(tmp_path / "2/a.msgpack", measured(M, 0, 210.0), measured(M, 1, 220.0))
-    told = examine(snapshot(tmp_path / "2"), GATED, M, ON_H200, aligned=True)
-    assert told.chosen is not None
-    assert told.chosen.index == 0
-    assert "the GEMM, then the activation. Fused silu: it is slower: 220.0 us" in str(told)
-    assert "measured on this GPU, for this problem and M near 8192" in str(told)
+    explanation = examine(snapshot(tmp_path / "2"), GATED, M, ON_H200, aligned=True)
+    assert explanation.chosen is not None
+    assert explanation.chosen.index == 0
+    assert "the GEMM, then the activation. Fused silu: it is slower: 220.0 us" in str(explanation)
+    assert "measured on this GPU, for this problem and M near 8192" in str(explanation)
 
 
 def test_preload_comes_to_it_from_any_form(tmp_path: Path) -> None:
@@ -166,11 +166,11 @@ def test_preload_comes_to_it_from_any_form(tmp_path: Path) -> None:
         measured(M, 1, 200.0),
         models=[Model("m", 1, 1, 8, DType.BF16, (PLAIN, GATED))],
     )
-    found = snapshot(tmp_path)
+    bundle_set = snapshot(tmp_path)
     for problem in (PLAIN, GATED):
-        assert (GATED, M) in cells_of({problem: [M]}, found, ON_H200)
+        assert (GATED, M) in cells_of({problem: [M]}, bundle_set, ON_H200)
     assert GATED in forms_of(PLAIN._replace(fusion=Fusion.NONE))
-    assert not any(Fusion.SILU in one.fusion for one in forms_of(PLAIN._replace(op=Op.DX)))
+    assert not any(Fusion.SILU in problem.fusion for problem in forms_of(PLAIN._replace(op=Op.DX)))
 
 
 def test_nothing_is_compiled_for_it(tmp_path: Path) -> None:
@@ -187,11 +187,11 @@ def test_a_form_of_a_later_version_is_skipped_with_its_bundle(tmp_path: Path) ->
     data = craft.changed(newer.read_bytes(), variants=[index["variants"][0], msgpack.packb(unknown)])
     newer.chmod(0o644)
     newer.write_bytes(data)
-    found = snapshot(tmp_path / "1", tmp_path / "2")
-    chosen = ruled(found, GATED, M, ON_H200, aligned=True).chosen
+    bundle_set = snapshot(tmp_path / "1", tmp_path / "2")
+    chosen = ruled(bundle_set, GATED, M, ON_H200, aligned=True).chosen
     assert chosen is not None
     assert chosen.usable.path.name == "known.msgpack"
-    (skipped,) = found.view(ON_H200, installed=True).skipped
+    (skipped,) = bundle_set.view(ON_H200, installed=True).skipped
     assert skipped.path.name == "newer.msgpack"
     assert "variant 1 is for ['forward', 'bf16', 'nk', 33]" in skipped.reason
 

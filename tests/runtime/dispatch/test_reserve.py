@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import made
 import pytest
 import signing
+import small_bundles
 from host_gpu import LOW_RANK, PERSISTENT, Device, bundle_bytes, install_candidates_bundle
-from made import ON_A100, ON_H200, ON_L40S, PROBLEM, SPECS, Spec, modelled, snapshot, write
+from small_bundles import ON_A100, ON_H200, ON_L40S, PROBLEM, SPECS, Spec, modelled, snapshot, write
 
 from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import BundleCorrupt, ProblemNotInBundle
@@ -30,16 +30,16 @@ from pretuned.runtime.launch import product_kernels
 from pretuned.runtime.settings import Settings
 
 SHIP_EVERYWHERE = [DType.MXFP4, DType.INT4_G32, DType.INT4_G128, DType.INT4_G128_ZP, DType.FP8_BLOCK_A16]
-FP16 = tuple(replace(one, dtype=DType.FP16) for one in SPECS)
+FP16 = tuple(replace(spec, dtype=DType.FP16) for spec in SPECS)
 HALF = PROBLEM._replace(dtype=DType.FP16)
-A16 = LocalGpu(86, Gpu("NVIDIA A16", 10, 15 << 10, made.DRIVER))
+A16 = LocalGpu(86, Gpu("NVIDIA A16", 10, 15 << 10, small_bundles.DRIVER))
 
 
 def candidates(folder: Path, sm: int = 80, specs: tuple[Spec, ...] = (*SPECS, *FP16), **how: Any) -> Path:
     """A file of candidates as ``aot compile`` writes one: variants without a choice."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / candidates_name(sm)
-    path.write_bytes(pack(encode(made.bundle({}, sm=sm, specs=specs, tag="candidates", **how))))
+    path.write_bytes(pack(encode(small_bundles.bundle({}, sm=sm, specs=specs, tag="candidates", **how))))
     return path
 
 
@@ -50,33 +50,36 @@ def installed(tmp_path: Path) -> Snapshot:
 def test_what_no_bundle_has_code_for_runs_from_the_candidates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     candidates(tmp_path)
     write(tmp_path / "b.msgpack", {PROBLEM: [modelled(64, 0)]}, sm=80)
-    found = installed(tmp_path)
+    bundle_set = installed(tmp_path)
     caplog.set_level(logging.INFO)
-    ran = decide(found, HALF, 64, ON_A100)
+    ran = decide(bundle_set, HALF, 64, ON_A100)
     assert isinstance(ran, Decision)
     assert ran.chosen.usable.place == Place(Kind.CANDIDATES, tmp_path)
     assert (ran.chosen.origin, ran.chosen.match) == (Origin.MODELLED, Match.COST_MODEL)
     assert ran.chosen.variant.dtype is DType.FP16
     assert "among the shipped candidates" in ran.reason
-    (record,) = [one for one in caplog.records if "no measured choice" in one.getMessage()]
+    (record,) = [record for record in caplog.records if "no measured choice" in record.getMessage()]
     assert candidates_name(80) in record.getMessage()
-    assert not [one for one in caplog.records if one.levelno > logging.INFO]
-    told = examine(found, HALF, 64, ON_A100, aligned=True)
-    assert told.chosen is not None
-    assert (told.chosen.usable.path, told.chosen.index) == (tmp_path / candidates_name(80), ran.chosen.index)
-    assert {one.variant.dtype for one in told.candidates} == {DType.FP16}
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    explanation = examine(bundle_set, HALF, 64, ON_A100, aligned=True)
+    assert explanation.chosen is not None
+    assert (explanation.chosen.usable.path, explanation.chosen.index) == (
+        tmp_path / candidates_name(80),
+        ran.chosen.index,
+    )
+    assert {candidate.variant.dtype for candidate in explanation.candidates} == {DType.FP16}
 
 
 def test_what_a_bundle_has_code_for_leaves_them_closed(tmp_path: Path) -> None:
     candidates(tmp_path).write_bytes(b"no candidates: opening them would tell")
     write(tmp_path / "b.msgpack", {PROBLEM: [modelled(64, 0)]}, sm=80)
-    found = installed(tmp_path)
+    bundle_set = installed(tmp_path)
     for problem in (PROBLEM, PROBLEM._replace(E=3, N=640)):  # chosen, and by the cost model of the bundle's
-        ran = decide(found, problem, 64, ON_A100)
+        ran = decide(bundle_set, problem, 64, ON_A100)
         assert isinstance(ran, Decision)
         assert ran.chosen.usable.path.name == "b.msgpack"
-    assert found.serves(PROBLEM, ON_A100)
-    assert not found.serves(PROBLEM._replace(fusion=Fusion.SILU), ON_A100)
+    assert bundle_set.serves(PROBLEM, ON_A100)
+    assert not bundle_set.serves(PROBLEM._replace(fusion=Fusion.SILU), ON_A100)
 
 
 def test_strict_mode_wants_a_choice(tmp_path: Path) -> None:
@@ -89,7 +92,7 @@ LOW = PROBLEM._replace(fusion=Fusion.LOW_RANK)
 
 
 def test_a_low_rank_part_has_the_config_of_its_product_where_candidates_have_it(tmp_path: Path) -> None:
-    low = tuple(replace(one, fusion=Fusion.LOW_RANK) for one in SPECS)
+    low = tuple(replace(spec, fusion=Fusion.LOW_RANK) for spec in SPECS)
     candidates(tmp_path, specs=low)
     alone = with_low_part(installed(tmp_path), LOW, 64, ON_A100)
     assert alone is not None
@@ -97,10 +100,10 @@ def test_a_low_rank_part_has_the_config_of_its_product_where_candidates_have_it(
     for i, spec in enumerate(SPECS):
         if spec.alignment > 1 and spec.op is Op.FORWARD and spec.layout is Layout.NK:
             write(tmp_path / "b.msgpack", {PROBLEM: [modelled(64, i)]}, sm=80)
-            found = with_low_part(installed(tmp_path), LOW, 64, ON_A100)
-            assert found is not None
-            assert found.config == spec.config
-            assert Fusion.LOW_RANK in found.variant.fusion
+            decision = with_low_part(installed(tmp_path), LOW, 64, ON_A100)
+            assert decision is not None
+            assert decision.config == spec.config
+            assert Fusion.LOW_RANK in decision.variant.fusion
 
 
 def test_without_code_for_a_low_rank_part_there_are_two_products(
@@ -117,10 +120,10 @@ def test_a_file_that_is_damaged_is_reported_once_and_torch_runs(
 ) -> None:
     path = candidates(tmp_path)
     path.write_bytes(path.read_bytes()[:-9])
-    found = installed(tmp_path)
+    bundle_set = installed(tmp_path)
     for problem in (PROBLEM, HALF):
-        assert isinstance(decide(found, problem, 64, ON_A100), Miss)
-    (record,) = [one for one in caplog.records if "skipping" in one.getMessage()]
+        assert isinstance(decide(bundle_set, problem, 64, ON_A100), Miss)
+    (record,) = [record for record in caplog.records if "skipping" in record.getMessage()]
     assert record.levelno == logging.WARNING
     assert str(path) in record.getMessage()
 
@@ -132,47 +135,47 @@ def test_where_there_is_no_memory_for_them_torch_runs(tmp_path: Path, monkeypatc
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(os, "memfd_create", refused)
-    found = installed(tmp_path)
-    assert isinstance(decide(found, PROBLEM, 64, ON_A100), Miss)
-    (skipped,) = found.reserve(ON_A100).skipped
+    bundle_set = installed(tmp_path)
+    assert isinstance(decide(bundle_set, PROBLEM, 64, ON_A100), Miss)
+    (skipped,) = bundle_set.reserve(ON_A100).skipped
     assert "Too many open files" in skipped.reason
-    assert skipped in examine(found, PROBLEM, 64, ON_A100, aligned=True).skipped
+    assert skipped in examine(bundle_set, PROBLEM, 64, ON_A100, aligned=True).skipped
 
 
 def test_of_several_files_the_first_that_can_be_used_counts(tmp_path: Path) -> None:
     candidates(tmp_path / "a").write_bytes(b"junk of another package")
     candidates(tmp_path / "b")
-    found = snapshot(installed=[tmp_path / "a", tmp_path / "b"])
-    assert [one.path.parent.name for one in found.reserve(ON_A100).usable] == ["b"]
-    assert len(found.reserve(ON_A100).skipped) == 1
+    bundle_set = snapshot(installed=[tmp_path / "a", tmp_path / "b"])
+    assert [usable.path.parent.name for usable in bundle_set.reserve(ON_A100).usable] == ["b"]
+    assert len(bundle_set.reserve(ON_A100).skipped) == 1
     candidates(tmp_path / "b", sm=86)
     candidates(tmp_path / "a", sm=86).write_bytes(b"junk again")
-    found = snapshot(installed=[tmp_path / "a", tmp_path / "b"])
-    assert [one.path.name for one in found.reserve(A16).usable] == [candidates_name(86)]
+    bundle_set = snapshot(installed=[tmp_path / "a", tmp_path / "b"])
+    assert [usable.path.name for usable in bundle_set.reserve(A16).usable] == [candidates_name(86)]
 
 
 def test_their_epilogues_are_not_taken(tmp_path: Path) -> None:
     silu = PROBLEM._replace(fusion=Fusion.SILU)
     candidates(tmp_path, specs=(replace(SPECS[0], fusion=Fusion.SILU),))
-    found = installed(tmp_path)
-    assert isinstance(decide(found, silu, 4096, ON_A100), Miss)
-    assert not found.serves(silu, ON_A100)
+    bundle_set = installed(tmp_path)
+    assert isinstance(decide(bundle_set, silu, 4096, ON_A100), Miss)
+    assert not bundle_set.serves(silu, ON_A100)
 
 
 def test_epilogues_that_ship_are_not_taken_either(shipped: Snapshot) -> None:
     (usable,) = shipped.reserve(ON_H200).usable
-    fused = [one for one in usable.bundle.variants() if Fusion.SILU in one.fusion]
+    fused = [variant for variant in usable.bundle.variants() if Fusion.SILU in variant.fusion]
     assert fused
-    assert not any(_fits(usable, one) for one in fused)
+    assert not any(_fits(usable, variant) for variant in fused)
 
 
 def test_what_explain_shows_can_be_named(tmp_path: Path) -> None:
     candidates(tmp_path)
-    found = installed(tmp_path)
-    told = examine(found, HALF, 64, ON_A100, aligned=True)
-    for one in told.candidates:
-        usable, index = pin.find(found, one.config, HALF, ON_A100, aligned=True)
-        assert (usable.path, index) == (one.usable.path, one.index)
+    bundle_set = installed(tmp_path)
+    explanation = examine(bundle_set, HALF, 64, ON_A100, aligned=True)
+    for candidate in explanation.candidates:
+        usable, index = pin.find(bundle_set, candidate.config, HALF, ON_A100, aligned=True)
+        assert (usable.path, index) == (candidate.usable.path, candidate.index)
 
 
 def test_rows_gathered_beforehand_are_multiplied_by_what_a_bundle_has(tmp_path: Path) -> None:
@@ -187,26 +190,26 @@ def test_rows_gathered_beforehand_are_multiplied_by_what_a_bundle_has(tmp_path: 
 
 def test_a_record_that_is_damaged_drops_the_file(tmp_path: Path) -> None:
     candidates(tmp_path)
-    found = installed(tmp_path)
-    (usable,) = found.reserve(ON_A100).usable
-    found.reject(usable.bundle, BundleCorrupt("damaged"))
-    assert found.reserve(ON_A100).usable == ()
-    assert isinstance(decide(found, PROBLEM, 64, ON_A100), Miss)
+    bundle_set = installed(tmp_path)
+    (usable,) = bundle_set.reserve(ON_A100).usable
+    bundle_set.reject(usable.bundle, BundleCorrupt("damaged"))
+    assert bundle_set.reserve(ON_A100).usable == ()
+    assert isinstance(decide(bundle_set, PROBLEM, 64, ON_A100), Miss)
 
 
 def test_whose_capability_they_are(tmp_path: Path) -> None:
     """Its own, else those of the next minor revision before it; never another's, nor code for one capability alone."""
     candidates(tmp_path, 80)
     candidates(tmp_path, 90)
-    found = installed(tmp_path)
-    assert [one.path.name for one in found.reserve(ON_A100).usable] == [candidates_name(80)]
-    assert [one.path.name for one in found.reserve(ON_H200).usable] == [candidates_name(90)]
-    ran = decide(found, PROBLEM, 64, ON_L40S)  # 8.9
+    bundle_set = installed(tmp_path)
+    assert [usable.path.name for usable in bundle_set.reserve(ON_A100).usable] == [candidates_name(80)]
+    assert [usable.path.name for usable in bundle_set.reserve(ON_H200).usable] == [candidates_name(90)]
+    ran = decide(bundle_set, PROBLEM, 64, ON_L40S)  # 8.9
     assert isinstance(ran, Decision)
     assert ran.chosen.origin is Origin.COMPATIBLE
     assert "code for sm_80, which sm_89 runs" in ran.reason
     candidates(tmp_path, 86)
-    assert [one.path.name for one in installed(tmp_path).reserve(A16).usable] == [candidates_name(86)]
+    assert [usable.path.name for usable in installed(tmp_path).reserve(A16).usable] == [candidates_name(86)]
     assert installed(tmp_path).reserve(LocalGpu(91, ON_H200.gpu)).usable == ()
     assert installed(tmp_path / "nowhere").reserve(ON_A100).usable == ()
 
@@ -239,9 +242,9 @@ def test_they_must_be_signed_where_all_must(tmp_path: Path, monkeypatch: pytest.
 def joint(folder: Path, *sms: int) -> Path:
     """One file of the candidates for several capabilities, and none beside it."""
     files = [candidates(folder, sm) for sm in sms]
-    bundles = [b"".join(unpack(one.read_bytes(), one.name)) for one in files]
-    for one in files:
-        one.unlink()
+    bundles = [b"".join(unpack(file.read_bytes(), file.name)) for file in files]
+    for file in files:
+        file.unlink()
     path = folder / candidates_name(*sms)
     path.write_bytes(pack(*bundles))
     return path
@@ -250,10 +253,10 @@ def joint(folder: Path, *sms: int) -> Path:
 def test_of_a_joint_file_the_one_for_the_gpu_is_taken(tmp_path: Path) -> None:
     path = joint(tmp_path, 80, 86, 90)
     for local, sm in ((ON_A100, 80), (A16, 86), (ON_H200, 90)):
-        found = installed(tmp_path).reserve(local)
-        assert [one.path for one in found.usable] == [Path(f"{path}#sm{sm}")]
-        assert [one.bundle.target.sm for one in found.usable] == [sm]
-        assert not found.skipped
+        view = installed(tmp_path).reserve(local)
+        assert [usable.path for usable in view.usable] == [Path(f"{path}#sm{sm}")]
+        assert [usable.bundle.target.sm for usable in view.usable] == [sm]
+        assert not view.skipped
     assert installed(tmp_path).reserve(ON_L40S).usable[0].bundle.target.sm == 86  # whose code it runs
     ran = decide(installed(tmp_path), HALF, 64, A16)
     assert isinstance(ran, Decision)
@@ -263,12 +266,12 @@ def test_of_a_joint_file_the_one_for_the_gpu_is_taken(tmp_path: Path) -> None:
 def test_a_file_of_its_own_comes_before_a_joint_one(tmp_path: Path) -> None:
     joint(tmp_path, 80, 86)
     own = candidates(tmp_path, 80, SPECS)
-    assert [one.path for one in installed(tmp_path).reserve(ON_A100).usable] == [own]
+    assert [usable.path for usable in installed(tmp_path).reserve(ON_A100).usable] == [own]
 
 
 def test_a_name_that_is_no_joint_file_is_not_opened(tmp_path: Path) -> None:
     others = ("candidates-sm8", "more-candidates-sm80", "candidates-sm800-sm90", ".candidates-sm80-sm86", "candidates")
-    for name in ("candidates-sm80-sm86.msgpack", *(f"{one}.msgpack.xz" for one in others)):
+    for name in ("candidates-sm80-sm86.msgpack", *(f"{other}.msgpack.xz" for other in others)):
         (tmp_path / name).write_bytes(b"no bundle")
     view = installed(tmp_path).reserve(ON_A100)
     assert (view.usable, view.skipped) == ((), ())
@@ -302,9 +305,9 @@ def test_ranks_with_other_candidates_have_other_fingerprints(tmp_path: Path) -> 
     write(tmp_path / "b.msgpack", {PROBLEM: [modelled(64, 0)]}, sm=80)
     without = installed(tmp_path).fingerprint(ON_A100)
     candidates(tmp_path)
-    one = installed(tmp_path).fingerprint(ON_A100)
+    fingerprint = installed(tmp_path).fingerprint(ON_A100)
     candidates(tmp_path, specs=SPECS)
-    assert len({without, one, installed(tmp_path).fingerprint(ON_A100)}) == 3
+    assert len({without, fingerprint, installed(tmp_path).fingerprint(ON_A100)}) == 3
 
 
 @pytest.mark.parametrize("sm", [80, 86, 89, 100, 103, 120, 121])
@@ -322,7 +325,7 @@ def test_every_gpu_runs_what_ships_of_quantised_weights(shipped: Snapshot, sm: i
             assert Config.from_pairs(ran.chosen.variant.config).schedule is Schedule.TILE
 
 
-@pytest.mark.parametrize("dtype", [one for one in DType if one.quantised and not one.quantises_x])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype.quantised and not dtype.quantises_x])
 def test_hopper_runs_codes_as_they_are_stored(shipped: Snapshot, dtype: DType) -> None:
     """Of sizes that are no whole blocks, as gpt-oss's are where it is split over four GPUs, and with zero points."""
     problem = as_read(shipped, Problem(Op.FORWARD, dtype, 32, 1440, 2896), ON_H200)

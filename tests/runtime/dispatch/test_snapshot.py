@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import signing
 from descriptors import open_files
-from made import (
+from small_bundles import (
     DRIVER,
     H200,
     ON_A100,
@@ -51,8 +51,8 @@ from pretuned.runtime.settings import Settings
 CHOICES = {PROBLEM: [modelled(64, 0)]}
 
 
-def names(found: Snapshot, local: LocalGpu = ON_H200, *, installed: bool = False) -> list[str]:
-    return [usable.path.name for usable in found.view(local, installed=installed).usable]
+def names(bundle_set: Snapshot, local: LocalGpu = ON_H200, *, installed: bool = False) -> list[str]:
+    return [usable.path.name for usable in bundle_set.view(local, installed=installed).usable]
 
 
 def test_the_order_of_the_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,9 +63,9 @@ def test_the_order_of_the_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write(tmp_path / "cache/o.msgpack", CHOICES, tag="overlay")
     (tmp_path / "z/notes.txt").write_text("no bundle")
     (tmp_path / "z/.pretuned-0.msgpack").write_text("a publisher at work")
-    found = take(read)
-    assert names(found) == ["a.msgpack", "b.msgpack", "one.msgpack", "o.msgpack"]
-    assert [place.kind for place in found.places] == [Kind.NAMED, Kind.NAMED, Kind.OVERLAY, Kind.SYSTEM]
+    bundle_set = take(read)
+    assert names(bundle_set) == ["a.msgpack", "b.msgpack", "one.msgpack", "o.msgpack"]
+    assert [place.kind for place in bundle_set.places] == [Kind.NAMED, Kind.NAMED, Kind.OVERLAY, Kind.SYSTEM]
 
 
 def test_a_directory_that_is_not_there_is_no_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -89,13 +89,13 @@ def test_a_whole_copy_takes_the_place_of_one_with_damaged_code(
     write(tmp_path / "b/b.msgpack", CHOICES)
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    found = snapshot(tmp_path / "a", tmp_path / "b")
-    (usable,) = found.view(ON_H200, installed=False).usable
+    bundle_set = snapshot(tmp_path / "a", tmp_path / "b")
+    (usable,) = bundle_set.view(ON_H200, installed=False).usable
     with pytest.raises(BundleCorrupt) as error:
         usable.bundle.cubin(usable.bundle.variant_count - 1)
-    found.reject(usable.bundle, error.value)
-    assert names(found) == ["b.msgpack"]
-    decision = decide(found, PROBLEM, 64, ON_H200)
+    bundle_set.reject(usable.bundle, error.value)
+    assert names(bundle_set) == ["b.msgpack"]
+    decision = decide(bundle_set, PROBLEM, 64, ON_H200)
     assert isinstance(decision, Decision)
     assert decision.chosen.usable.path.name == "b.msgpack"
     assert [record.levelno for record in caplog.records if record.levelno > logging.INFO] == [logging.WARNING]
@@ -111,10 +111,10 @@ def test_installed_packages_are_asked_only_without_an_exact_choice_measured_here
         asked.append(1)
         return [Place(Kind.INSTALLED, tmp_path / "wheel")]
 
-    found = Snapshot(places(tmp_path / "named"), installed)
-    decide(found, PROBLEM, 64, ON_H200)
+    bundle_set = Snapshot(places(tmp_path / "named"), installed)
+    decide(bundle_set, PROBLEM, 64, ON_H200)
     assert not asked
-    decision = decide(found, OTHER, 64, ON_H200)
+    decision = decide(bundle_set, OTHER, 64, ON_H200)
     assert isinstance(decision, Decision)
     assert decision.chosen.usable.path.name == "w.msgpack"
     assert asked == [1]
@@ -158,14 +158,14 @@ def test_a_bad_bundle_is_skipped_once_and_raised_when_it_was_named(
 ) -> None:
     path = damaged(tmp_path / "d", how)
     write(tmp_path / "d/good.msgpack", CHOICES, tag="good")
-    found = snapshot(tmp_path / "d")
+    bundle_set = snapshot(tmp_path / "d")
     for _ in range(3):
         for installed in (False, True):
-            assert names(found, installed=installed) == ["good.msgpack"]
+            assert names(bundle_set, installed=installed) == ["good.msgpack"]
     assert len(caplog.records) == 1
     assert caplog.records[0].levelno == logging.WARNING
     assert "bad.msgpack" in caplog.text
-    (skipped,) = found.view(ON_H200, installed=False).skipped
+    (skipped,) = bundle_set.view(ON_H200, installed=False).skipped
     assert isinstance(skipped.error, error)
     with pytest.raises(error):
         decide(snapshot(path), PROBLEM, 64, ON_H200)
@@ -180,10 +180,10 @@ def test_a_directory_stays_one_wherever_the_process_goes(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     for sm in (80, 90):
         write(Path("d", f"sm{sm}.msgpack"), CHOICES, sm=sm)
-    found = snapshot(Path("d"))
-    assert isinstance(decide(found, PROBLEM, 64, ON_H200), Decision)
+    bundle_set = snapshot(Path("d"))
+    assert isinstance(decide(bundle_set, PROBLEM, 64, ON_H200), Decision)
     monkeypatch.chdir("/")  # from here it is not there
-    assert isinstance(decide(found, PROBLEM, 4096, ON_H200), Decision)
+    assert isinstance(decide(bundle_set, PROBLEM, 4096, ON_H200), Decision)
 
 
 def test_a_path_that_cannot_be_looked_at_is_reported_as_a_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -204,12 +204,12 @@ def test_another_capability_is_skipped_quietly_and_raised_by_name(
 
 def test_what_is_damaged_when_it_is_first_wanted_stays_out_of_the_snapshot(tmp_path: Path) -> None:
     path = damaged(tmp_path, "flipped")
-    found = snapshot(tmp_path)
-    assert names(found) == []
+    bundle_set = snapshot(tmp_path)
+    assert names(bundle_set) == []
     whole = write(tmp_path / "whole/bad.msgpack", CHOICES).read_bytes()
     with path.open("r+b") as file:
         file.write(whole)
-    assert names(found, installed=True) == []
+    assert names(bundle_set, installed=True) == []
     assert names(snapshot(tmp_path)) == ["bad.msgpack"]
 
 
@@ -217,12 +217,12 @@ def test_a_bundle_that_turns_into_one_for_another_gpu_is_not_used(tmp_path: Path
     path = write(tmp_path / "b.msgpack", CHOICES)
     data, other = path.read_bytes(), write(tmp_path / "other/b.msgpack", CHOICES, sm=80).read_bytes()
     path.write_bytes(data[:63] + other[63:127] + data[127:])
-    found = snapshot(tmp_path)
+    bundle_set = snapshot(tmp_path)
     with path.open("r+b") as file:
         file.write(data)
-    (skipped,) = found.view(ON_A100, installed=False).skipped
+    (skipped,) = bundle_set.view(ON_A100, installed=False).skipped
     assert "the file was changed after it was opened" in skipped.reason
-    assert names(found, ON_H200) == []
+    assert names(bundle_set, ON_H200) == []
 
 
 def test_a_named_file_that_is_damaged_is_reported_as_damaged_whatever_it_is_for(tmp_path: Path) -> None:
@@ -240,12 +240,12 @@ def test_of_another_capabilitys_bundle_only_the_target_is_read(
     path = write(tmp_path / "sm80.msgpack", CHOICES, sm=80)
     data = path.read_bytes()
     path.write_bytes(data[:200] + bytes([data[200] ^ 1]) + data[201:])
-    found = snapshot(tmp_path)
-    assert names(found) == ["sm90.msgpack"]
+    bundle_set = snapshot(tmp_path)
+    assert names(bundle_set) == ["sm90.msgpack"]
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
-    assert names(found, ON_A100) == []  # there it is wanted, and damaged
+    assert names(bundle_set, ON_A100) == []  # there it is wanted, and damaged
     assert "header and index have sha256" in caplog.text
-    assert [type(one.error) for one in found.found(installed=False)] == [BundleCorrupt, type(None)]
+    assert [type(opened.error) for opened in bundle_set.files(installed=False)] == [BundleCorrupt, type(None)]
 
 
 def test_code_without_a_suffix_runs_on_later_minor_revisions_only(tmp_path: Path) -> None:
@@ -256,9 +256,9 @@ def test_code_without_a_suffix_runs_on_later_minor_revisions_only(tmp_path: Path
 
 def test_the_error_of_an_old_driver_has_both_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "d/new.msgpack", CHOICES, min_driver=13020)
-    found = snapshot(tmp_path / "d")
+    bundle_set = snapshot(tmp_path / "d")
     for installed in (False, True):
-        assert names(found, ON_H200, installed=installed) == []
+        assert names(bundle_set, ON_H200, installed=installed) == []
     (record,) = caplog.records  # once, however often it is passed over
     assert record.levelno == logging.WARNING
     with pytest.raises(DriverTooOld, match=r"CUDA 13\.2 or later.*CUDA 12\.8"):
@@ -272,9 +272,9 @@ def test_the_overlay_is_read_although_another_holds_its_lock(tmp_path: Path) -> 
     with lock(tmp_path, timeout_s=0) as held:
         assert held
         began = time.monotonic()
-        found = Snapshot([Place(Kind.OVERLAY, tmp_path)])
+        bundle_set = Snapshot([Place(Kind.OVERLAY, tmp_path)])
         waited_s = time.monotonic() - began
-    assert names(found) == ["o.msgpack"]
+    assert names(bundle_set) == ["o.msgpack"]
     assert 0.1 < waited_s < 10
 
 
@@ -291,17 +291,17 @@ def test_the_fingerprint_is_of_bundles_in_order_and_the_gpu(tmp_path: Path) -> N
     write(tmp_path / "a/a.msgpack", CHOICES, tag="a")
     write(tmp_path / "b/b.msgpack", CHOICES, tag="b")
     a, b = tmp_path / "a", tmp_path / "b"
-    one = snapshot(a, b).fingerprint(ON_H200)
-    assert one == snapshot(a, b).fingerprint(ON_H200)
+    fingerprint = snapshot(a, b).fingerprint(ON_H200)
+    assert fingerprint == snapshot(a, b).fingerprint(ON_H200)
     others = {
         snapshot(b, a).fingerprint(ON_H200),
         snapshot(a).fingerprint(ON_H200),
         snapshot(a, b).fingerprint(ON_H100),
     }
-    assert one not in others
+    assert fingerprint not in others
     assert len(others) == 3
     newer_driver = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, DRIVER + 10))
-    assert snapshot(a, b).fingerprint(newer_driver) == one
+    assert snapshot(a, b).fingerprint(newer_driver) == fingerprint
 
 
 def test_a_newer_format_is_skipped_and_named(tmp_path: Path) -> None:
@@ -332,12 +332,12 @@ def test_entry_points_are_those_that_importlib_finds(tmp_path: Path, monkeypatch
     large = "[a]\n" + f"b = {'c' * 800}:d\n" * 2_000 + "[pretuned.bundles]\nlarge = large.bundles\n"
     (tmp_path / "large-1.0.dist-info/entry_points.txt").write_text(large)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path), str(tmp_path), str(tmp_path / "gone"), __file__])
-    wanted = {(one.name, one.value) for one in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    wanted = {(point.name, point.value) for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     assert {("one", "one.bundles"), ("two", "two.bundles"), ("large", "large.bundles")} < wanted
     (tmp_path / "eight-1.0.dist-info").mkdir()
     os.mkfifo(tmp_path / "eight-1.0.dist-info/entry_points.txt")  # importlib waits for a writer
     before = open_files()
-    assert {(one.name, one.value) for one in _entry_points()} == wanted
+    assert {(point.name, point.value) for point in _entry_points()} == wanted
     assert open_files() == before
 
 
@@ -372,8 +372,8 @@ def test_an_entry_point_that_is_wrong_is_passed_over(
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(line)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    found = installed_places()
-    assert tmp_path / "whole" in [place.path for place in found]
+    places = installed_places()
+    assert tmp_path / "whole" in [place.path for place in places]
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert says in record.getMessage()
@@ -437,13 +437,16 @@ def test_a_file_is_left_out_by_any_of_its_names(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("d")
     asked = Settings(bundles=(tmp_path / "d",))
     for without in (path, tmp_path / "link" / "a.msgpack"):
-        assert [one.path.name for one in take(asked, without).found(installed=False)] == ["b.msgpack"]
-    assert len(take(asked, tmp_path / "other").found(installed=False)) == 2
+        assert [opened.path.name for opened in take(asked, without).files(installed=False)] == ["b.msgpack"]
+    assert len(take(asked, tmp_path / "other").files(installed=False)) == 2
 
 
 def test_without_an_overlay_there_is_no_place_for_one() -> None:
-    assert [one.kind for one in dispatch_snapshot.places(Settings())] == [Kind.SYSTEM]
-    assert [one.kind for one in dispatch_snapshot.places(Settings(overlay=Path("/o")))] == [Kind.OVERLAY, Kind.SYSTEM]
+    assert [place.kind for place in dispatch_snapshot.places(Settings())] == [Kind.SYSTEM]
+    assert [place.kind for place in dispatch_snapshot.places(Settings(overlay=Path("/o")))] == [
+        Kind.OVERLAY,
+        Kind.SYSTEM,
+    ]
 
 
 def test_signatures_that_are_wanted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -461,18 +464,18 @@ def test_signatures_that_are_wanted(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_what_this_process_made_is_kept_until_it_is_forgotten(clean_places: Path, tmp_path: Path) -> None:
-    made = bundle_file.open_bundle(write(tmp_path / "m.msgpack", CHOICES))
-    dispatch_snapshot.keep(made)
+    opened = bundle_file.open_bundle(write(tmp_path / "m.msgpack", CHOICES))
+    dispatch_snapshot.keep(opened)
     try:
-        found = dispatch_snapshot.snapshot()
-        found.add(made)  # once more: it counts once
-        assert [one.bundle for one in found.found(installed=False)] == [made]
+        bundle_set = dispatch_snapshot.snapshot()
+        bundle_set.add(opened)  # once more: it counts once
+        assert [opened.bundle for opened in bundle_set.files(installed=False)] == [opened]
         dispatch_snapshot.forget()
-        assert [one.bundle for one in dispatch_snapshot.snapshot().found(installed=False)] == [made]
+        assert [opened.bundle for opened in dispatch_snapshot.snapshot().files(installed=False)] == [opened]
     finally:
         dispatch_snapshot.forget_made()
     dispatch_snapshot.forget()
-    assert dispatch_snapshot.snapshot().found(installed=False) == ()
+    assert dispatch_snapshot.snapshot().files(installed=False) == ()
 
 
 def test_another_thread_may_take_the_snapshot_first(clean_places: Path) -> None:
@@ -487,20 +490,20 @@ def test_another_thread_may_take_the_snapshot_first(clean_places: Path) -> None:
 
 def test_what_can_not_be_opened_is_found_with_its_error(tmp_path: Path) -> None:
     (tmp_path / "a.msgpack").write_bytes(b"nothing")
-    (found,) = snapshot(tmp_path).found(installed=False)
-    assert found.bundle is None
-    assert isinstance(found.error, BundleCorrupt)
+    (opened,) = snapshot(tmp_path).files(installed=False)
+    assert opened.bundle is None
+    assert isinstance(opened.error, BundleCorrupt)
 
 
 def test_all_is_decided_anew(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", CHOICES)
-    found = snapshot(tmp_path)
-    first = decide(found, PROBLEM, 64, ON_H200)
-    assert decide(found, PROBLEM, 64, ON_H200) is first
-    found.reconsider()
-    assert not found.decisions
-    assert not found.rankers
-    again = decide(found, PROBLEM, 64, ON_H200)
+    bundle_set = snapshot(tmp_path)
+    first = decide(bundle_set, PROBLEM, 64, ON_H200)
+    assert decide(bundle_set, PROBLEM, 64, ON_H200) is first
+    bundle_set.reconsider()
+    assert not bundle_set.decisions
+    assert not bundle_set.rankers
+    again = decide(bundle_set, PROBLEM, 64, ON_H200)
     assert again is not first
     assert again == first
 
@@ -511,10 +514,10 @@ def test_each_gpu_has_its_own_choice_whichever_name_it_is_under(tmp_path: Path) 
     assert twin is not None
     choices = {PROBLEM: [measured(64, 0, 10, gpu=0)], twin: [measured(64, 1, 10, gpu=1)]}
     write(tmp_path / "b.msgpack", choices, gpus=(ON_H100.gpu, H200))
-    found = snapshot(tmp_path)
+    bundle_set = snapshot(tmp_path)
     for local, index in ((ON_H100, 0), (ON_H200, 1)):
         for problem in (PROBLEM, twin):
-            ran = decide(found, problem, 64, local)
+            ran = decide(bundle_set, problem, 64, local)
             assert isinstance(ran, Decision)
             assert (ran.chosen.index, ran.chosen.origin) == (index, Origin.THIS_GPU), (local.gpu.name, problem)
 
@@ -523,7 +526,7 @@ _IMPORTER = """
 import importlib, logging, os, sys, threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from made import ON_H200, PROBLEM
+from small_bundles import ON_H200, PROBLEM
 from pretuned.runtime import settings
 from pretuned.runtime.dispatch import decide, places, snapshot
 
@@ -590,21 +593,25 @@ def test_no_lock_is_held_while_a_package_is_imported(tmp_path: Path) -> None:
     [(DType.BF16, "catalogue-sm90", "quantised-sm90"), (DType.INT4_G128, "quantised-sm90", "catalogue-sm90")],
 )
 def test_a_shipped_bundle_without_a_kernel_for_a_dtype_is_not_read(dtype: DType, has: str, lacks: str) -> None:
-    every = {found.path.name.partition(".")[0]: found.bundle for found in take(Settings()).found(installed=True)}
-    shipped = every[has]
+    bundles = {opened.path.name.partition(".")[0]: opened.bundle for opened in take(Settings()).files(installed=True)}
+    shipped = bundles[has]
     assert shipped is not None
-    gpu = next(at for at, one in enumerate(shipped.gpus) if one.is_like(H200))
-    forward = (one for one in shipped.problems() if one.dtype is dtype and one.op is Op.FORWARD)
-    problem, choice = next((one, choice) for one in forward for choice in shipped.find(one) if choice.gpu == gpu)
+    gpu = next(at for at, gpu in enumerate(shipped.gpus) if gpu.is_like(H200))
+    forward = (problem for problem in shipped.problems() if problem.dtype is dtype and problem.op is Op.FORWARD)
+    problem, choice = next(
+        (product, choice) for product in forward for choice in shipped.find(product) if choice.gpu == gpu
+    )
     taken = take(Settings())
     decision = decide(taken, problem, choice.bucket, ON_H200)
     assert isinstance(decision, Decision)
     read = {
-        found.path.name.partition(".")[0]
-        for found in taken._found(installed=True)
-        if found.bundle is not None and found.bundle._checked is not None
+        opened.path.name.partition(".")[0]
+        for opened in taken._files(installed=True)
+        if opened.bundle is not None and opened.bundle._checked is not None
     }
     assert has in read
     assert lacks not in read
     whole = chosen(taken, problem, choice.bucket, ON_H200, taken.view(ON_H200, installed=True), aligned=True, most=1)
-    assert [(one.usable.path, one.index) for one in whole] == [(decision.chosen.usable.path, decision.chosen.index)]
+    assert [(candidate.usable.path, candidate.index) for candidate in whole] == [
+        (decision.chosen.usable.path, decision.chosen.index)
+    ]

@@ -23,15 +23,15 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     """The library, with words defined for the C compiler."""
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
-    made: dict[tuple[str, ...], Path] = {}
+    built: dict[tuple[str, ...], Path] = {}
 
     def library(*defined: str) -> Path:
-        if defined not in made:
+        if defined not in built:
             path = tmp_path_factory.mktemp("libcuda") / "libcuda.so.1"
-            options = [f"-D{one}" for one in defined]
+            options = [f"-D{define}" for define in defined]
             subprocess.run(["cc", "-shared", "-fPIC", *options, "-o", path, SOURCE], check=True)
-            made[defined] = path
-        return made[defined]
+            built[defined] = path
+        return built[defined]
 
     return library
 
@@ -40,16 +40,16 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
     """Have ``runtime/driver/cuda.py`` find this libcuda, and nothing of another that it keeps."""
 
-    def found(path: Path) -> None:
-        for one in KEPT:
-            one.cache_clear()
+    def checked(path: Path) -> None:
+        for name in KEPT:
+            name.cache_clear()
         named = {"libcuda.so.1": str(path)}
         monkeypatch.setattr(ctypes, "CDLL", lambda name: LOAD(named.get(name, name)))
 
-    yield found
+    yield checked
     monkeypatch.undo()
-    for one in KEPT:
-        one.cache_clear()
+    for name in KEPT:
+        name.cache_clear()
 
 
 @pytest.fixture

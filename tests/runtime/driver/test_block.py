@@ -36,27 +36,27 @@ def layout_of(kernel: Words) -> BlockLayout:
 
 
 def values(kernel: Words) -> dict[str, int | bytes]:
-    """What each word is given."""
+    """Return a value for each word."""
     kinds = dict(kernel)
-    given: dict[str, int | bytes] = {"x": BIG + 1, "w": BIG + 2, "y": BIG + 3}
-    for name, one in zip(("x", "w", "y"), MAPS, strict=True):
-        given |= {name: one} if kinds.get(name, "ptr") != "ptr" else {}
-    return given | {"stride": BIG + 4, "M": 3, "m_sizes": BIG + 5}
+    inputs: dict[str, int | bytes] = {"x": BIG + 1, "w": BIG + 2, "y": BIG + 3}
+    for name, tensor_map in zip(("x", "w", "y"), MAPS, strict=True):
+        inputs |= {name: tensor_map} if kinds.get(name, "ptr") != "ptr" else {}
+    return inputs | {"stride": BIG + 4, "M": 3, "m_sizes": BIG + 5}
 
 
-def split(given: dict[str, int | bytes], words: Words) -> list[int | bytes]:
+def split(inputs: dict[str, int | bytes], words: Words) -> list[int | bytes]:
     """The values of these words, of a descriptor its first eight bytes as a number and the rest."""
-    found: list[int | bytes] = []
+    parts: list[int | bytes] = []
     for name, _ in words:
-        one = given[name]
-        found += [one] if isinstance(one, int) else [int.from_bytes(one[:8], "little"), one[8:]]
-    return found
+        value = inputs[name]
+        parts += [value] if isinstance(value, int) else [int.from_bytes(value[:8], "little"), value[8:]]
+    return parts
 
 
-def packed(layout: BlockLayout, given: dict[str, int | bytes]) -> Memory:
+def packed(layout: BlockLayout, inputs: dict[str, int | bytes]) -> Memory:
     block = layout.new()
-    call = [*split(given, GIVEN), 1234, layout.tail]
-    layout.whole.pack_into(block[0], block[1], *call, BIG + 20, *split(given, LATE))
+    call = [*split(inputs, GIVEN), 1234, layout.tail]
+    layout.whole.pack_into(block[0], block[1], *call, BIG + 20, *split(inputs, LATE))
     return block
 
 
@@ -67,20 +67,20 @@ def read(kernel: Words, block: Memory) -> dict[str, int | bytes]:
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_word_is_read_where_the_kernel_has_it(name: str) -> None:
     kernel = KERNELS[name]
-    given = values(kernel)
-    block = packed(layout_of(kernel), given)
+    inputs = values(kernel)
+    block = packed(layout_of(kernel), inputs)
     wanted: dict[str, int | bytes] = {}
-    known = given | FIXED | {"one": 1, "null": 0}
+    all_values = inputs | FIXED | {"one": 1, "null": 0}
     for word, kind in kernel:
-        wanted[word] = known[word]
+        wanted[word] = all_values[word]
         if kind.startswith("desc"):
             rank = int(kind[4:])
             names = [f"{word} size {i}" for i in range(rank)] + [f"{word} stride {i}" for i in range(rank)]
-            wanted |= {part: known[one] for part, one in zip(names, MAPPED[word], strict=True)}
-    found = read(kernel, block)
-    assert {found.pop("scratch"), found.pop("scratch 2")} == {0}
-    assert found == wanted
-    assert len(found) + 2 == len(parameter_bytes(kernel))
+            wanted |= {part: all_values[key] for part, key in zip(names, MAPPED[word], strict=True)}
+    got = read(kernel, block)
+    assert {got.pop("scratch"), got.pop("scratch 2")} == {0}
+    assert got == wanted
+    assert len(got) + 2 == len(parameter_bytes(kernel))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -96,13 +96,13 @@ def test_the_launch_configuration_is_the_drivers(name: str) -> None:
 def test_a_call_packs_nothing_that_stays_as_it_is() -> None:
     """So another call's bytes leave the fixed words as they are: a block is filled once with them."""
     kernel = KERNELS["descriptors"]
-    layout, given = layout_of(kernel), values(kernel)
-    block = packed(layout, given)
-    maps = split(given, GIVEN[:2])
+    layout, inputs = layout_of(kernel), values(kernel)
+    block = packed(layout, inputs)
+    maps = split(inputs, GIVEN[:2])
     layout.whole.pack_into(block[0], block[1], *maps, 9, 8, 7, layout.tail, 6, 5, 4)
-    found = read(kernel, block)
-    assert (found["M"], found["stride"], found["y"], found["m_sizes"]) == (8, 9, 5, 4)
-    assert {name: found[name] for name in FIXED} == FIXED
+    got = read(kernel, block)
+    assert (got["M"], got["stride"], got["y"], got["m_sizes"]) == (8, 9, 5, 4)
+    assert {name: got[name] for name in FIXED} == FIXED
 
 
 @pytest.mark.parametrize("value", [1 << 31, -(1 << 31) - 1])
@@ -114,9 +114,9 @@ def test_a_word_that_does_not_fit_is_no_silent_other_one(value: int) -> None:
 
 def test_every_block_has_its_own_aligned_memory() -> None:
     kernel = KERNELS["one descriptor"]
-    layout, given = layout_of(kernel), values(kernel)
-    made = [packed(layout, given) for _ in range(20)]
-    places = [c_uint64.from_address(block[3] + 8).value for block in made]  # of w, behind x
+    layout, inputs = layout_of(kernel), values(kernel)
+    blocks = [packed(layout, inputs) for _ in range(20)]
+    places = [c_uint64.from_address(block[3] + 8).value for block in blocks]  # of w, behind x
     assert not any(place % 64 for place in places)
     assert len(set(places)) == 20
     assert c_uint32.from_address(places[0]).value == int.from_bytes(MAPS[1][:4], "little")

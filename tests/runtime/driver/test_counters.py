@@ -13,9 +13,9 @@ PER_THREAD = 2
 
 def test_a_stream_has_a_word(stub: ctypes.CDLL) -> None:
     counters = Counters(0)
-    one, two = counters.take(7), counters.take(8)
-    assert two == one + 4
-    assert [counters.take(7), counters.take(8)] == [one, two]
+    first, two = counters.take(7), counters.take(8)
+    assert two == first + 4
+    assert [counters.take(7), counters.take(8)] == [first, two]
     assert counters.take(PER_THREAD) == counters.take(PER_THREAD) == two + 4
 
 
@@ -30,8 +30,8 @@ def test_a_graph_has_words_of_its_own(stub: ctypes.CDLL, monkeypatch: pytest.Mon
 
 def test_a_word_that_may_not_be_zero_is_not_taken_again(stub: ctypes.CDLL) -> None:
     counters = Counters(0)
-    one, two = counters.take(7), counters.take(8)
+    first, two = counters.take(7), counters.take(8)
     counters.forget(7)
     counters.forget(99)
     assert counters.take(8) == two
-    assert counters.take(7) == two + 4 != one
+    assert counters.take(7) == two + 4 != first

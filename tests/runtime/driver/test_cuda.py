@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made import snapshot
+from small_bundles import snapshot
 
 from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import CudaError, DriverTooOld
@@ -115,14 +115,14 @@ def test_more_shared_memory_than_every_kernel_has_is_asked_for(
 
 
 def test_another_error_is_not_recovered_from(stub: ctypes.CDLL) -> None:
-    made = []
-    cuda.recover(201, "what", 0, lambda one: made.append(one) or 0, 5)  # CUDA_ERROR_INVALID_CONTEXT
-    assert made == [5]
+    calls = []
+    cuda.recover(201, "what", 0, lambda context: calls.append(context) or 0, 5)  # CUDA_ERROR_INVALID_CONTEXT
+    assert calls == [5]
     with pytest.raises(CudaError, match=r"^what: CUDA error 1"):
-        cuda.recover(1, "what", 0, lambda one: made.append(one) or 0, 6)
+        cuda.recover(1, "what", 0, lambda context: calls.append(context) or 0, 6)
     with pytest.raises(CudaError, match=r"^what: CUDA error 2"):
         cuda.recover(201, "what", 0, lambda: 2)
-    assert made == [5]
+    assert calls == [5]
 
 
 def test_memory_is_the_drivers(stub: ctypes.CDLL) -> None:
@@ -170,7 +170,9 @@ def test_what_the_driver_says_of_a_gpu(stub: ctypes.CDLL) -> None:
 
 def problem_of() -> Problem:
     with open_bundle(SHIPPED) as bundle:
-        return next(one for one in bundle.problems() if one.op is Op.FORWARD and one.dtype is DType.BF16)
+        return next(
+            problem for problem in bundle.problems() if problem.op is Op.FORWARD and problem.dtype is DType.BF16
+        )
 
 
 @pytest.fixture
@@ -187,7 +189,7 @@ def test_what_a_driver_can_not_read_is_passed_over_and_told(
 ) -> None:
     """R14: its version was new enough, its answer is not. torch runs; of a file that was named it is an error."""
     path = Path(shutil.copy(SHIPPED, tmp_path))
-    told = (
+    message = (
         rf"bundle '{path}': variant \d+: this driver can't read its code \(cuModuleLoadData\(\w+, \d+ bytes\): CUDA "
         rf"error {code}, \?\)\. The bundle is for a driver for CUDA 12\.\d or later, this one says that it is for CUDA "
         r"13\.1\. Update the driver, or rebuild with a Triton whose ptxas is older"
@@ -200,8 +202,8 @@ def test_what_a_driver_can_not_read_is_passed_over_and_told(
         return loader.load_decided(there, problem_of(), 64, local, 0, aligned=True, strict=False)
 
     assert prepared(installed=(tmp_path,)) is None
-    assert any(re.search(told, one.getMessage()) for one in caplog.records), caplog.text
-    with pytest.raises(DriverTooOld, match=told):
+    assert any(re.search(message, record.getMessage()) for record in caplog.records), caplog.text
+    with pytest.raises(DriverTooOld, match=message):
         prepared(path)
     assert loader.loaded_count() == 0
     stub.stub_fail(b"", 0)
@@ -220,8 +222,8 @@ def test_the_doctor_of_a_driver_of_cuda_11(compiled: Callable[..., Path]) -> Non
     """There is a driver, and so a GPU, that nothing will run on."""
     ended = doctor_with(compiled("TOO_OLD"))
     assert ended.returncode == 1, ended.stderr
-    told = "the CUDA driver has no cuThreadExchangeStreamCaptureMode: pretuned needs a driver for CUDA 12 or later"
-    assert f"problem   {told}. Update the driver\n" in ended.stdout
+    message = "the CUDA driver has no cuThreadExchangeStreamCaptureMode: pretuned needs a driver for CUDA 12 or later"
+    assert f"problem   {message}. Update the driver\n" in ended.stdout
     assert "no GPU here" not in ended.stdout
     assert ended.stdout.endswith("ok        no\n")
 
@@ -240,20 +242,20 @@ def test_the_doctor_of_a_torch_without_cuda(defined: tuple[str, ...], compiled: 
 def test_the_doctor_where_torch_sees_no_gpu_and_the_driver_has_one(
     use: Callable[[Path], None], compiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a torch that is built for a later CUDA than the driver's."""
+    """A torch that is built for a later CUDA than the driver's sees no GPU."""
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     use(compiled("VERSION=12000", "OLDER"))
-    found = doctor.examine()
-    assert not found.ok
-    (problem,) = found.problems
+    report = doctor.examine()
+    assert not report.ok
+    (problem,) = report.problems
     assert problem == (
         f"the driver has 1 GPU, of which torch {torch.__version__} (for CUDA 12.8) sees none; the driver is for CUDA "
         "12.0. Update the driver, or install a torch for its CUDA"
     )
     use(compiled("NO_GPU"))
-    found = doctor.examine()
-    assert found.ok
+    report = doctor.examine()
+    assert report.ok
     assert cuda.device_count() == 0
 
 

@@ -17,10 +17,10 @@ PLAN = TensorMap("x", 9, (16, 64), 3)
 def test_a_thread_without_a_context_gets_one(stub: ctypes.CDLL) -> None:
     maps = TensorMaps(PLAN, 0)
     stub.stub_fail(b"cuTensorMapEncodeTiled", 201)
-    found = maps.encode((4096, 8, 64), (8, 64), (64,))
-    assert len(found) == MAP_BYTES
-    assert found == TensorMaps(PLAN, 0).encode((4096, 8, 64), (8, 64), (64,))
-    assert maps.known == {(4096, 8, 64): found}
+    words = maps.encode((4096, 8, 64), (8, 64), (64,))
+    assert len(words) == MAP_BYTES
+    assert words == TensorMaps(PLAN, 0).encode((4096, 8, 64), (8, 64), (64,))
+    assert maps.cached == {(4096, 8, 64): words}
 
 
 def test_what_the_driver_refuses_is_reported(stub: ctypes.CDLL) -> None:
@@ -28,25 +28,25 @@ def test_what_the_driver_refuses_is_reported(stub: ctypes.CDLL) -> None:
     maps = TensorMaps(PLAN, 0)
     with pytest.raises(CudaError, match=r"cuTensorMapEncodeTiled\(x, sizes \(8, 64\), strides \(64,\)\): CUDA error 1"):
         maps.encode((4096, 8, 64), (8, 64), (64,))
-    assert maps.known == {}
+    assert maps.cached == {}
 
 
 def test_of_very_many_tensors_the_last_are_kept(stub: ctypes.CDLL) -> None:
     maps = TensorMaps(PLAN, 0)
     for at in range(257):
         maps.encode((16 * at, 8, 64), (8, 64), (64,))
-        assert len(maps.known) <= 256
-    assert list(maps.known) == [(16 * 256, 8, 64)]
+        assert len(maps.cached) <= 256
+    assert list(maps.cached) == [(16 * 256, 8, 64)]
 
 
 class Elsewhere(TensorMaps):
-    """Those of a driver that puts the address into the second word, too."""
+    """The descriptors of a driver that puts the address into the second word, too."""
 
     def _encoded(self, address: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
         encoded = super()._encoded(address, sizes, strides)
         return (
             encoded[:8]
-            + bytes(one ^ other for one, other in zip(encoded[8:16], encoded[:8], strict=True))
+            + bytes(byte ^ other for byte, other in zip(encoded[8:16], encoded[:8], strict=True))
             + encoded[16:]
         )
 
@@ -56,8 +56,8 @@ def test_only_the_address_differs_where_the_driver_says_so(stub: ctypes.CDLL) ->
     for kind, same in ((TensorMaps, True), (Elsewhere, False)):
         maps = kind(PLAN, 0)
         first, rest, any_address = maps.split(key, sizes, strides)
-        assert (first.to_bytes(8, "little") + rest, any_address) == (maps.known[key], same)
-        assert list(maps.known) == [key]
+        assert (first.to_bytes(8, "little") + rest, any_address) == (maps.cached[key], same)
+        assert list(maps.cached) == [key]
 
 
 @pytest.mark.parametrize("refused", [False, True])

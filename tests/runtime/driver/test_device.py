@@ -25,9 +25,9 @@ def no_device_is_known() -> Iterator[None]:
 
 
 def test_a_gpu_is_asked_once(stub: ctypes.CDLL) -> None:
-    found = device.local_gpu(0)
-    assert found == LocalGpu(90, Gpu("Stub 0", 132, 141 << 10, 13010))
-    assert device.device(0).gpu is found
+    gpu = device.local_gpu(0)
+    assert gpu == LocalGpu(90, Gpu("Stub 0", 132, 141 << 10, 13010))
+    assert device.device(0).gpu is gpu
     assert device.device(0) is device.device(0)
     with pytest.raises(CudaError, match=r"cuDeviceGet\(1\)"):
         device.local_gpu(1)
@@ -37,8 +37,10 @@ def test_a_gpu_is_asked_once(stub: ctypes.CDLL) -> None:
 def test_where_bundles_can_not_be_launched_torch_is_asked(
     hip: str | None, sm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = SimpleNamespace(name="Some GPU", major=8, minor=7, multi_processor_count=16, total_memory=(1 << 30) + 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: told)
+    properties = SimpleNamespace(
+        name="Some GPU", major=8, minor=7, multi_processor_count=16, total_memory=(1 << 30) + 1
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr("sys.platform", "linux" if hip else "win32")
     assert Device(3).gpu == LocalGpu(sm, Gpu("Some GPU", 16, 1024, 0))
@@ -108,8 +110,8 @@ def test_what_is_current_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_allocates() -> None:
     assert device.allocator(torch.device("cuda", 0)) is device.empty
-    made = device.allocator(torch.device("cpu"))((2, 3), (4, 1), torch.bfloat16)
-    assert (made.shape, made.stride(), made.dtype, made.device.type) == ((2, 3), (4, 1), torch.bfloat16, "cpu")
+    tensor = device.allocator(torch.device("cpu"))((2, 3), (4, 1), torch.bfloat16)
+    assert (tensor.shape, tensor.stride(), tensor.dtype, tensor.device.type) == ((2, 3), (4, 1), torch.bfloat16, "cpu")
 
 
 def test_what_autocast_would_change_is_left_as_it_is() -> None:
@@ -125,6 +127,6 @@ def test_a_torch_that_lacks_the_short_ways_is_asked_by_its_public_ones(monkeypat
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=70 + device))
     assert device._stream_of(1) == 71
     asked = []
-    monkeypatch.setattr(torch, "empty_strided", lambda *given, **named: asked.append((given, named)))
+    monkeypatch.setattr(torch, "empty_strided", lambda *args, **named: asked.append((args, named)))
     device._empty_on_current((2,), (1,), torch.float32)
     assert asked == [(((2,), (1,)), {"dtype": torch.float32, "device": "cuda"})]

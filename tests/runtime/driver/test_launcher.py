@@ -22,14 +22,14 @@ Told = Callable[[], list[dict[str, Any]]]
 
 
 @pytest.fixture
-def told(stub: ctypes.CDLL, capfd: pytest.CaptureFixture[str]) -> Told:
+def driver_log(stub: ctypes.CDLL, capfd: pytest.CaptureFixture[str]) -> Told:
     """The launches that the driver was given since."""
     stub.stub_parameters(len(SIZES), (ctypes.c_int * len(SIZES))(*SIZES))
 
     def launches() -> list[dict[str, Any]]:
         LIBC.fflush(None)
         lines = map(json.loads, capfd.readouterr().out.splitlines())
-        return [one for one in lines if one["call"] == "launch"]
+        return [line for line in lines if line["call"] == "launch"]
 
     return launches
 
@@ -50,27 +50,27 @@ def layout() -> BlockLayout:
 
 
 def values(launch: dict[str, Any]) -> list[int]:
-    return [int.from_bytes(bytes.fromhex(one), "little") for one in launch["parameters"]]
+    return [int.from_bytes(bytes.fromhex(parameter), "little") for parameter in launch["parameters"]]
 
 
-def test_a_launch_has_what_the_call_gives(told: Told, function: cuda.Function) -> None:
+def test_a_launch_has_what_the_call_gives(driver_log: Told, function: cuda.Function) -> None:
     kind = layout()
     Blocks(function, "k", kind).whole()((5, 9, 3, kind.tail, STREAM, 6, 7, 1))
-    (launch,) = told()
+    (launch,) = driver_log()
     assert (launch["grid"], launch["block"], launch["stream"]) == ([3, 1, 1], [64, 1, 1], STREAM)
     assert values(launch) == [5, 6, 7, 1, 9, 0, 0]
 
 
 def test_a_thread_without_a_context_gets_one_and_what_the_driver_refuses_is_reported(
-    told: Told, function: cuda.Function, stub: ctypes.CDLL
+    driver_log: Told, function: cuda.Function, stub: ctypes.CDLL
 ) -> None:
     kind = layout()
-    launch, given = Blocks(function, "k", kind).whole(), (5, 9, 1, kind.tail, STREAM, 6, 7, 0)
+    launch, values = Blocks(function, "k", kind).whole(), (5, 9, 1, kind.tail, STREAM, 6, 7, 0)
     stub.stub_without_context()
-    launch(given)
-    assert len(told()) == 1
+    launch(values)
+    assert len(driver_log()) == 1
     stub.stub_fail(b"cuLaunchKernelEx", 719)
     with pytest.raises(CudaError, match=r"^cuLaunchKernelEx\(k\): CUDA error 719"):
-        launch(given)
-    launch(given)  # the block that the failed launch had is not missed
-    assert len(told()) == 1
+        launch(values)
+    launch(values)  # the block that the failed launch had is not missed
+    assert len(driver_log()) == 1

@@ -17,7 +17,7 @@ import craft
 import pytest
 import torch
 import warm
-from made import H200, ON_A100, ON_H200, OTHER, PROBLEM, WIDE, bundle, measured, modelled, snapshot, write
+from small_bundles import H200, ON_A100, ON_H200, OTHER, PROBLEM, WIDE, bundle, measured, modelled, snapshot, write
 
 from pretuned.artifacts.codec import encode
 from pretuned.artifacts.packed import pack
@@ -33,9 +33,9 @@ READ = Settings(overlay=Path("/home/me/.cache/pretuned"))
 def test_a_machine_that_would_use_a_bundle(tmp_path: Path) -> None:
     write(tmp_path / "sm90.msgpack", {PROBLEM: [measured(64, WIDE, 5)]}, gpus=[H200])
     write(tmp_path / "sm80.msgpack", {PROBLEM: [modelled(64, WIDE)], OTHER: [modelled(64, WIDE)]}, sm=80)
-    found = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
-    assert found.ok
-    text = str(found)
+    doctor_report = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
+    assert doctor_report.ok
+    text = str(doctor_report)
     for wanted in (
         "NVIDIA H200 (9.0, 132 SMs",
         "sm90.msgpack (sm_90a, 1 problems, 3 variants, measured on",
@@ -46,15 +46,15 @@ def test_a_machine_that_would_use_a_bundle(tmp_path: Path) -> None:
         "ok        yes",
     ):
         assert wanted in text
-    plain = json.loads(json.dumps(found.to_dict()))
+    plain = json.loads(json.dumps(doctor_report.to_dict()))
     assert plain["ok"] is True
-    assert [one["used_by"] for one in plain["bundles"]] == [[], [0]]
+    assert [bundle["used_by"] for bundle in plain["bundles"]] == [[], [0]]
 
 
 def test_without_a_gpu_each_bundle_has_a_line(tmp_path: Path) -> None:
     write(tmp_path / "sm90.msgpack", {PROBLEM: [measured(64, WIDE, 5)]}, gpus=[H200])
     text = str(report(snapshot(tmp_path), READ, (), "none"))
-    (line,) = [one for one in text.splitlines() if "sm90.msgpack" in one]
+    (line,) = [line for line in text.splitlines() if "sm90.msgpack" in line]
     assert line.endswith("(sm_90a, 1 problems, 3 variants, measured on NVIDIA H200)")
     assert "not used" not in text
 
@@ -89,13 +89,13 @@ def test_the_candidates_that_a_gpu_runs_or_skips(tmp_path: Path) -> None:
     write(tmp_path / "a" / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]}, sm=80)
     path = tmp_path / "a" / candidates_name(80)
     path.write_bytes(pack(encode(bundle({}, sm=80, tag="candidates"))))
-    found = report(snapshot(installed=[tmp_path / "a"]), READ, (ON_A100,), "CUDA 12.8")
-    assert f"GPU 0: calls that no bundle has a kernel for run from the candidates in {path}" in found.notes
+    doctor_report = report(snapshot(installed=[tmp_path / "a"]), READ, (ON_A100,), "CUDA 12.8")
+    assert f"GPU 0: calls that no bundle has a kernel for run from the candidates in {path}" in doctor_report.notes
     path.write_bytes(b"junk")
-    found = report(snapshot(installed=[tmp_path / "a"]), READ, (ON_A100,), "CUDA 12.8")
-    (note,) = [one for one in found.notes if "candidates are skipped" in one]
+    doctor_report = report(snapshot(installed=[tmp_path / "a"]), READ, (ON_A100,), "CUDA 12.8")
+    (note,) = [note for note in doctor_report.notes if "candidates are skipped" in note]
     assert str(path) in note
-    assert found.ok
+    assert doctor_report.ok
 
 
 @pytest.mark.parametrize(
@@ -110,20 +110,20 @@ def test_a_machine_that_would_not_and_the_fix(
     local: LocalGpu, how: dict[str, object], fix: str, tmp_path: Path
 ) -> None:
     write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]}, **how)
-    found = report(snapshot(tmp_path), READ, (local,), "CUDA 12.8")
-    assert not found.ok
-    (problem,) = found.problems
+    doctor_report = report(snapshot(tmp_path), READ, (local,), "CUDA 12.8")
+    assert not doctor_report.ok
+    (problem,) = doctor_report.problems
     assert fix in problem
-    assert f"problem   {problem}" in str(found)
-    assert found.to_dict()["ok"] is False
+    assert f"problem   {problem}" in str(doctor_report)
+    assert doctor_report.to_dict()["ok"] is False
 
 
 @pytest.mark.parametrize("gpus", [(), (ON_H200,)])
 def test_a_named_file_that_is_missing(gpus: tuple[LocalGpu, ...], tmp_path: Path) -> None:
     write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
-    found = report(snapshot(tmp_path / "gone.msgpack", tmp_path), READ, gpus, "CUDA 12.8")
-    assert not found.ok
-    (problem,) = found.problems
+    doctor_report = report(snapshot(tmp_path / "gone.msgpack", tmp_path), READ, gpus, "CUDA 12.8")
+    assert not doctor_report.ok
+    (problem,) = doctor_report.problems
     assert "gone.msgpack" in problem
     assert "No such file" in problem
     assert "PRETUNED_BUNDLES names this file" in problem
@@ -131,11 +131,11 @@ def test_a_named_file_that_is_missing(gpus: tuple[LocalGpu, ...], tmp_path: Path
 
 def test_a_damaged_bundle(tmp_path: Path) -> None:
     (tmp_path / "bad.msgpack").write_bytes(b"nothing")
-    found = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
-    assert not found.ok
-    assert "can't be opened" in found.problems[0]
-    assert found.bundles[0].why_not in str(found)
-    assert "bad.msgpack" in found.bundles[0].why_not
+    doctor_report = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
+    assert not doctor_report.ok
+    assert "can't be opened" in doctor_report.problems[0]
+    assert doctor_report.bundles[0].why_not in str(doctor_report)
+    assert "bad.msgpack" in doctor_report.bundles[0].why_not
 
 
 def test_a_damaged_bundle_for_another_gpu_is_reported_too(tmp_path: Path) -> None:
@@ -143,9 +143,9 @@ def test_a_damaged_bundle_for_another_gpu_is_reported_too(tmp_path: Path) -> Non
     path = write(tmp_path / "sm80.msgpack", {PROBLEM: [modelled(64, WIDE)]}, sm=80)
     data = path.read_bytes()
     path.write_bytes(data[:200] + bytes([data[200] ^ 1]) + data[201:])
-    found = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
-    assert found.ok
-    assert "header and index have sha256" in found.bundles[0].why_not
+    doctor_report = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
+    assert doctor_report.ok
+    assert "header and index have sha256" in doctor_report.bundles[0].why_not
 
 
 def test_a_bundle_with_a_damaged_record_is_reported(tmp_path: Path) -> None:
@@ -153,19 +153,19 @@ def test_a_bundle_with_a_damaged_record_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
     (choices,) = craft.parts(path.read_bytes())[0]["problems"].values()
     path.write_bytes(craft.changed(path.read_bytes(), problems={b"\x90": choices}))
-    found = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
-    assert not found.ok
-    assert "problem 0: problem has 0 items" in found.bundles[0].why_not
-    assert "problem 0: problem has 0 items" in found.problems[0]
+    doctor_report = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
+    assert not doctor_report.ok
+    assert "problem 0: problem has 0 items" in doctor_report.bundles[0].why_not
+    assert "problem 0: problem has 0 items" in doctor_report.problems[0]
 
 
 def test_a_named_file_that_cannot_be_used_is_a_problem_beside_a_good_one(tmp_path: Path) -> None:
     good = write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
     other = write(tmp_path / "sm80.msgpack", {PROBLEM: [modelled(64, WIDE)]}, sm=80)
     assert report(snapshot(good), READ, (ON_H200,), "").ok
-    found = report(snapshot(good, other), READ, (ON_H200,), "")
-    assert not found.ok
-    assert "sm80.msgpack" in found.problems[0]
+    doctor_report = report(snapshot(good, other), READ, (ON_H200,), "")
+    assert not doctor_report.ok
+    assert "sm80.msgpack" in doctor_report.problems[0]
 
 
 @pytest.mark.parametrize("gpus", [(), (ON_H200,)])
@@ -174,10 +174,10 @@ def test_a_named_directory_of_which_nothing_can_be_opened(gpus: tuple[LocalGpu, 
     pointer.parent.mkdir()
     pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 5200000\n")
     write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
-    found = report(snapshot(pointer.parent, tmp_path), READ, gpus, "CUDA 12.8")
-    assert not found.ok
-    assert "PRETUNED_BUNDLES names" in found.problems[0]
-    assert "it is a Git LFS pointer, not the bundle itself. Get that with: git lfs pull" in found.problems[0]
+    doctor_report = report(snapshot(pointer.parent, tmp_path), READ, gpus, "CUDA 12.8")
+    assert not doctor_report.ok
+    assert "PRETUNED_BUNDLES names" in doctor_report.problems[0]
+    assert "it is a Git LFS pointer, not the bundle itself. Get that with: git lfs pull" in doctor_report.problems[0]
 
 
 def test_a_named_directory_that_others_can_write(tmp_path: Path) -> None:
@@ -185,19 +185,19 @@ def test_a_named_directory_that_others_can_write(tmp_path: Path) -> None:
     named = tmp_path / "named"
     write(named / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
     named.chmod(0o777)
-    found = report(snapshot(named), READ, (), "CUDA 12.8")
-    assert not found.ok
-    assert f"everybody can write it. Move the bundle, or run: chmod go-w {named}" in found.problems[0]
+    doctor_report = report(snapshot(named), READ, (), "CUDA 12.8")
+    assert not doctor_report.ok
+    assert f"everybody can write it. Move the bundle, or run: chmod go-w {named}" in doctor_report.problems[0]
 
 
 def test_a_named_directory_of_which_one_file_is_refused(tmp_path: Path) -> None:
-    """What was named is wanted: a stranger who can write it, or a bundle that root alone can read, is no detail."""
+    """A named file is wanted: a file that a stranger can write, or that root alone can read, is reported."""
     write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
     other = write(tmp_path / "other.msgpack", {OTHER: [modelled(64, WIDE)]})
     other.chmod(0o666)
-    found = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
-    assert not found.ok
-    assert f"Move the bundle, or run: chmod go-w {other}" in found.problems[0]
+    doctor_report = report(snapshot(tmp_path), READ, (ON_H200,), "CUDA 12.8")
+    assert not doctor_report.ok
+    assert f"Move the bundle, or run: chmod go-w {other}" in doctor_report.problems[0]
 
 
 def test_a_named_directory_that_can_not_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,26 +205,26 @@ def test_a_named_directory_that_can_not_be_listed(tmp_path: Path, monkeypatch: p
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr("os.listdir", denied)  # root lists every directory
-    found = report(snapshot(tmp_path), READ, (), "CUDA 12.8")
-    assert not found.ok
-    assert f"PRETUNED_BUNDLES names {tmp_path}, which can't be listed: Permission denied" in found.problems[0]
+    doctor_report = report(snapshot(tmp_path), READ, (), "CUDA 12.8")
+    assert not doctor_report.ok
+    assert f"PRETUNED_BUNDLES names {tmp_path}, which can't be listed: Permission denied" in doctor_report.problems[0]
 
 
 def test_one_gpu_of_two_without_a_bundle(tmp_path: Path) -> None:
     write(tmp_path / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
-    found = report(snapshot(tmp_path), READ, (ON_H200, ON_A100), "")
-    assert found.bundles[0].used_by == (0,)
-    assert len(found.problems) == 1
-    assert found.problems[0].startswith("GPU 1, NVIDIA A100")
+    doctor_report = report(snapshot(tmp_path), READ, (ON_H200, ON_A100), "")
+    assert doctor_report.bundles[0].used_by == (0,)
+    assert len(doctor_report.problems) == 1
+    assert doctor_report.problems[0].startswith("GPU 1, NVIDIA A100")
 
 
 def test_very_many_names_cost_what_each_costs(tmp_path: Path) -> None:
-    """As PRETUNED_BUNDLES may hold: not each beside each other."""
+    """PRETUNED_BUNDLES may hold many names: the cost is linear, not each compared with each other."""
     named = [tmp_path / f"{i}.msgpack" for i in range(4000)]
-    found = snapshot(*named)
-    found.found(installed=True)
+    bundle_set = snapshot(*named)
+    bundle_set.files(installed=True)
     began = time.process_time()
-    text = str(report(found, READ, (), "CUDA 12.8"))
+    text = str(report(bundle_set, READ, (), "CUDA 12.8"))
     assert time.process_time() - began < 15
     assert text.count("PRETUNED_BUNDLES names this file") == 4000
 
@@ -264,7 +264,7 @@ def test_the_command_among_packages_that_end_a_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], pytest.param(["--json"], marks=pytest.mark.nightly)], ids=" ".join)
 def test_a_reader_that_has_left(tmp_path: Path, arguments: list[str]) -> None:
-    """As ``python -m pretuned.runtime --json | head -5``: no word, and the code that a shell shows for SIGPIPE."""
+    """``python -m pretuned.runtime --json | head -5`` prints no error and exits with the code of SIGPIPE."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -311,21 +311,21 @@ def test_a_clone_that_was_pulled_after_it_was_installed(tmp_path: Path) -> None:
         environment = os.environ | {"PYTHONPATH": str(package.parent), "HOME": str(tmp_path), "PRETUNED_BUNDLES": ""}
         command = [sys.executable, "-m", "pretuned.runtime", "--json"]
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-        told = json.loads(done.stdout)
-        paths = [Path(one["path"]) for one in told["bundles"] if one["place"].startswith(str(unpacked))]
-        assert all(one["variants"] == 3 for one in told["bundles"])
-        return [str(one.relative_to(package / "artifacts")) for one in paths], told["notes"], done.stderr
+        report = json.loads(done.stdout)
+        paths = [Path(bundle["path"]) for bundle in report["bundles"] if bundle["place"].startswith(str(unpacked))]
+        assert all(bundle["variants"] == 3 for bundle in report["bundles"])
+        return [str(path.relative_to(package / "artifacts")) for path in paths], report["notes"], done.stderr
 
     for name in ("changed", "gone", "same"):
         hold(name, f"first {name}", unpack=True)
-    found, notes, said = look()
-    assert found == ["bundles/changed.msgpack", "bundles/gone.msgpack", "bundles/same.msgpack"]
+    paths, notes, said = look()
+    assert paths == ["bundles/changed.msgpack", "bundles/gone.msgpack", "bundles/same.msgpack"]
     assert "pip install -e" not in said + "".join(notes)
     hold("changed", "second", unpack=False)
     hold("new", "second", unpack=False)
     (compressed / "gone.msgpack.xz").unlink()
-    found, notes, said = look()
-    assert found == ["pressed/changed.msgpack.xz", "pressed/new.msgpack.xz", "bundles/same.msgpack"]
+    paths, notes, said = look()
+    assert paths == ["pressed/changed.msgpack.xz", "pressed/new.msgpack.xz", "bundles/same.msgpack"]
     assert "unpacked bundles are not those of this clone, the compressed ones are read. Run: pip install -e ." in notes
     assert "pretuned: changed.msgpack in " in said
     assert "takes longer. Run: pip install -e ." in said

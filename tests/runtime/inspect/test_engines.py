@@ -10,7 +10,7 @@ import pytest
 import torch
 import warm
 from emulated_driver import EmulatedGpu, emulated
-from made import A100, H200
+from small_bundles import A100, H200
 
 from pretuned.runtime.inspect import doctor
 
@@ -50,31 +50,31 @@ def machine(install: Install, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 @pytest.mark.usefixtures("machine")
 def test_a_machine_on_which_vllm_uses_it() -> None:
-    found = doctor.examine_engine("vllm")
-    assert found.ok
-    assert found.version == "vllm 0.20.2"
-    assert found.plug_in == "pretuned.integrations.vllm:register"
-    ((gpu, models),) = found.models
+    report = doctor.examine_engine("vllm")
+    assert report.ok
+    assert report.version == "vllm 0.20.2"
+    assert report.plug_in == "pretuned.integrations.vllm:register"
+    ((gpu, models),) = report.models
     assert gpu.startswith("NVIDIA H200 (9.0")
     assert "Qwen/Qwen3-30B-A3B bf16" in models
-    assert "  Qwen/Qwen3-30B-A3B bf16" in str(found).splitlines()
-    plain = found.to_dict()
+    assert "  Qwen/Qwen3-30B-A3B bf16" in str(report).splitlines()
+    plain = report.to_dict()
     assert plain["ok"]
     assert plain["models"] == [{"gpu": gpu, "models": list(models)}]
 
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "message"),
     [
         ({"PRETUNED_VLLM": "0"}, "PRETUNED_VLLM=0 switches it off: unset it"),
         ({"VLLM_PLUGINS": "a, b"}, "VLLM_PLUGINS=a, b leaves it out: add pretuned"),
     ],
 )
-def test_switches(environ: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches(environ: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert doctor.examine_engine("vllm").problems == (told,)
+    assert doctor.examine_engine("vllm").problems == (message,)
 
 
 @pytest.mark.usefixtures("machine")

@@ -10,7 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from made import ANY, H100, H200, NARROW, ON_H200, OTHER, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
+from small_bundles import (
+    ANY,
+    H100,
+    H200,
+    NARROW,
+    ON_H200,
+    OTHER,
+    PROBLEM,
+    SPECS,
+    WIDE,
+    measured,
+    modelled,
+    snapshot,
+    write,
+)
 
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan
@@ -31,21 +45,21 @@ def test_bundles_of_other_capabilities_are_counted(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", {PROBLEM: [measured(64, WIDE, 7.5)]}, gpus=[H200])
     for name, sm in (("b", 80), ("c", 86)):
         write(tmp_path / f"{name}.msgpack", {OTHER: [modelled(64, WIDE)]}, sm=sm)
-    told = examine(snapshot(tmp_path), PROBLEM, 50, ON_H200, aligned=True)
-    assert "skipped 2 bundles for other capabilities" in str(told)
-    assert [Path(one["path"]).name for one in told.to_dict()["skipped"]] == ["b.msgpack", "c.msgpack"]
+    explanation = examine(snapshot(tmp_path), PROBLEM, 50, ON_H200, aligned=True)
+    assert "skipped 2 bundles for other capabilities" in str(explanation)
+    assert [Path(value["path"]).name for value in explanation.to_dict()["skipped"]] == ["b.msgpack", "c.msgpack"]
 
 
 def test_it_names_what_dispatch_runs(tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", {PROBLEM: [measured(64, WIDE, 7.5, second=NARROW)]}, gpus=[H200])
     write(tmp_path / "b.msgpack", {OTHER: [modelled(64, WIDE)]}, sm=80)
-    found = snapshot(tmp_path)
-    told = examine(found, PROBLEM, 50, ON_H200, aligned=True)
-    ran = decide(found, PROBLEM, 50, ON_H200)
+    bundle_set = snapshot(tmp_path)
+    explanation = examine(bundle_set, PROBLEM, 50, ON_H200, aligned=True)
+    ran = decide(bundle_set, PROBLEM, 50, ON_H200)
     assert isinstance(ran, Decision)
-    assert told.chosen == ran.chosen
-    assert told.reason == ran.reason
-    text = str(told)
+    assert explanation.chosen == ran.chosen
+    assert explanation.reason == ran.reason
+    text = str(explanation)
     for wanted in (
         "128x128x64 w8 s3",
         "7.5 us",
@@ -60,7 +74,7 @@ def test_it_names_what_dispatch_runs(tmp_path: Path) -> None:
         "cost model",
     ):
         assert wanted in text
-    told_dict = json.loads(json.dumps(told.to_dict()))
+    told_dict = json.loads(json.dumps(explanation.to_dict()))
     assert told_dict["runs"] == "bundle"
     assert told_dict["bucket"] == 64
     first, second = told_dict["candidates"][:2]
@@ -80,33 +94,33 @@ def test_it_names_what_dispatch_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("aligned", [True, False])
 def test_the_first_is_what_dispatch_takes_on_every_level(M: int, aligned: bool, tmp_path: Path) -> None:
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE, second=NARROW)]})
-    found = snapshot(tmp_path)
+    bundle_set = snapshot(tmp_path)
     for problem in (PROBLEM, OTHER):
-        told = examine(found, problem, M, ON_H200, aligned=aligned)
-        ran = decide(found, problem, M, ON_H200, aligned=aligned)
+        explanation = examine(bundle_set, problem, M, ON_H200, aligned=aligned)
+        ran = decide(bundle_set, problem, M, ON_H200, aligned=aligned)
         assert isinstance(ran, Decision)
-        assert told.chosen == ran.chosen
+        assert explanation.chosen == ran.chosen
 
 
 def test_past_the_first_every_time_is_for_this_bucket(tmp_path: Path) -> None:
-    """What a bundle says of other buckets is no rank in this one."""
+    """A bundle's times of other buckets are no rank in this one."""
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE, 10, second=NARROW), modelled(65536, NARROW, 9000)]})
     for M, match in ((64, Match.EXACT), (512, Match.NEAREST_BUCKET)):
-        told = examine(snapshot(tmp_path), PROBLEM, M, ON_H200, aligned=True)
-        first, *rest = told.candidates
+        explanation = examine(snapshot(tmp_path), PROBLEM, M, ON_H200, aligned=True)
+        first, *rest = explanation.candidates
         assert (first.index, first.match, first.bucket) == (WIDE, match, 64)
         assert len(rest) == 2
-        assert all(one.bucket == M and one.match is not Match.NEAREST_BUCKET for one in rest)
-        assert all(one.time_us < 1000 for one in rest)
-    told = examine(snapshot(tmp_path), PROBLEM, 64, ON_H200, aligned=True)
-    assert [(one.index, one.match, one.time_us) for one in told.candidates[:2]] == [
+        assert all(candidate.bucket == M and candidate.match is not Match.NEAREST_BUCKET for candidate in rest)
+        assert all(candidate.time_us < 1000 for candidate in rest)
+    explanation = examine(snapshot(tmp_path), PROBLEM, 64, ON_H200, aligned=True)
+    assert [(candidate.index, candidate.match, candidate.time_us) for candidate in explanation.candidates[:2]] == [
         (WIDE, Match.EXACT, 10.0),
         (NARROW, Match.EXACT, 11.0),
     ]
 
 
 def test_the_columns_are_as_wide_as_what_is_in_them(tmp_path: Path) -> None:
-    """Those of specialised code are long."""
+    """Configs of specialised kernels are long."""
     long = Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG)
     write(
         tmp_path / "a.msgpack",
@@ -123,46 +137,46 @@ def test_the_columns_are_as_wide_as_what_is_in_them(tmp_path: Path) -> None:
 def test_without_a_gpu_a_capability_will_do(clean_places: Path) -> None:
     write(clean_places / "a.msgpack", {PROBLEM: [measured(64, WIDE, 7.5)]}, gpus=[H200])
     reload()
-    told = explain(**NUMBERS, M=64, sm=90)
-    assert told.chosen is not None
-    assert told.chosen.source is Source.MEASURED
-    assert "any GPU of capability 9.0" in str(told)
-    assert "measured on NVIDIA H200, of this capability" in told.reason
-    assert explain(PROBLEM, M=64, sm=90).chosen == told.chosen
+    explanation = explain(**NUMBERS, M=64, sm=90)
+    assert explanation.chosen is not None
+    assert explanation.chosen.source is Source.MEASURED
+    assert "any GPU of capability 9.0" in str(explanation)
+    assert "measured on NVIDIA H200, of this capability" in explanation.reason
+    assert explain(PROBLEM, M=64, sm=90).chosen == explanation.chosen
 
 
 def test_for_a_capability_it_says_which_cards_answer_it_is(clean_places: Path) -> None:
     for name, gpu in (("a", H200), ("b", H100)):
         write(clean_places / f"{name}.msgpack", {PROBLEM: [measured(64, WIDE, 7.5)]}, gpus=[gpu])
     reload()
-    told = explain(**NUMBERS, M=64, sm=90)
-    first, second = told.to_dict()["measured_on"]
+    explanation = explain(**NUMBERS, M=64, sm=90)
+    first, second = explanation.to_dict()["measured_on"]
     assert {first, second} == {"NVIDIA H200", "NVIDIA H100 80GB HBM3"}
-    assert told.chosen is not None
-    assert told.chosen.gpu is not None
-    assert told.chosen.gpu.name == first
-    assert f"the answer for {first}; for {second}: aot explain MODEL --gpu NAME" in str(told)
+    assert explanation.chosen is not None
+    assert explanation.chosen.gpu is not None
+    assert explanation.chosen.gpu.name == first
+    assert f"the answer for {first}; for {second}: aot explain MODEL --gpu NAME" in str(explanation)
     on_a_card = examine(snapshot(clean_places), PROBLEM, 64, ON_H200, aligned=True)
     assert on_a_card.measured_on == ()
     assert "the answer for" not in str(on_a_card)
 
 
 def test_a_miss_says_torch_and_what_to_build(clean_places: Path) -> None:
-    told = explain(**NUMBERS, M=64, sm=90, dtype="fp32")
-    assert told.chosen is None
-    assert "runs: torch" in str(told)
-    assert "aot build --models" in str(told)
-    assert told.to_dict()["runs"] == "torch"
+    explanation = explain(**NUMBERS, M=64, sm=90, dtype="fp32")
+    assert explanation.chosen is None
+    assert "runs: torch" in str(explanation)
+    assert "aot build --models" in str(explanation)
+    assert explanation.to_dict()["runs"] == "torch"
 
 
 def test_tensors_on_the_host(clean_places: Path) -> None:
     write(clean_places / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
     reload()
     x, w = torch.empty(64, 768, dtype=torch.bfloat16), torch.empty(8, 1024, 768, dtype=torch.bfloat16)
-    told = explain(x, w, torch.zeros(8, dtype=torch.int32), sm=90)
-    assert told.problem == PROBLEM
-    assert told.M == 64
-    assert told.aligned
+    explanation = explain(x, w, torch.zeros(8, dtype=torch.int32), sm=90)
+    assert explanation.problem == PROBLEM
+    assert explanation.M == 64
+    assert explanation.aligned
     odd = torch.empty(64, 769, dtype=torch.bfloat16)[:, 1:]
     assert not explain(odd, w, torch.zeros(8, dtype=torch.int32), sm=90).aligned
 
@@ -205,8 +219,8 @@ def test_what_is_no_call(how: dict[str, object], words: str, clean_places: Path)
     ("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")]
 )
 def test_a_dtype_may_be_torchs(dtype: torch.dtype, name: str, clean_places: Path) -> None:
-    told = explain(**NUMBERS, M=2**31 - 1, sm=90, dtype=dtype)
-    assert told.problem == explain(**NUMBERS, M=4, sm=90, dtype=name).problem
+    explanation = explain(**NUMBERS, M=2**31 - 1, sm=90, dtype=dtype)
+    assert explanation.problem == explain(**NUMBERS, M=4, sm=90, dtype=name).problem
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -249,8 +263,8 @@ def test_every_word_of_a_config_is_explained() -> None:
         "num_stages",
         "group_m",
     }
-    every = [plain._replace(**{knob: value}) for knob, kind in values.items() for value in kind]
-    words = {word for one in every for word in str(one).split()} - set(str(plain).split())
+    configs = [plain._replace(**{knob: value}) for knob, kind in values.items() for value in kind]
+    words = {word for config in configs for word in str(config).split()} - set(str(plain).split())
     assert {word for word in words if f"`{word}`" in section} == words > {"tma", "cooperative"}
 
 
@@ -263,12 +277,12 @@ def test_every_capability_has_a_representative(sm: int) -> None:
 
 
 def test_a_dtype_that_no_bundle_has_ends_in_the_line_that_builds_it() -> None:
-    told = explain(E=128, N=1536, K=2048, M=64, dtype="fp16", sm=80)
+    explanation = explain(E=128, N=1536, K=2048, M=64, dtype="fp16", sm=80)
     line = 'aot build --models "Qwen/Qwen3-30B-A3B dtype=fp16 ops=forward" --sm 80'
-    assert told.runs == "torch"
-    assert str(told).endswith(f"\n  build it with: {line}")
-    assert told.to_dict()["build"] == line
-    assert line not in told.reason
+    assert explanation.runs == "torch"
+    assert str(explanation).endswith(f"\n  build it with: {line}")
+    assert explanation.to_dict()["build"] == line
+    assert line not in explanation.reason
     assert explain(E=128, N=1536, K=2048, M=64, sm=80).build is None
 
 
@@ -280,33 +294,45 @@ def test_quantised_weights_are_explained_as_the_kernel_reads_them(monkeypatch: p
         torch.zeros(32, 5760, 1440, dtype=torch.uint8), torch.full((32, 5760, 90), 120, dtype=torch.uint8)
     )
     x, m_sizes = torch.randn(4096, 2880).bfloat16(), torch.full((32,), 128, dtype=torch.int32)
-    told = explain(x, w, m_sizes, sm=90)
-    assert (told.problem.dtype, told.M, told.aligned, told.runs) == (DType.MXFP4, 4096, True, "bundle")
+    explanation = explain(x, w, m_sizes, sm=90)
+    assert (explanation.problem.dtype, explanation.M, explanation.aligned, explanation.runs) == (
+        DType.MXFP4,
+        4096,
+        True,
+        "bundle",
+    )
     assert not w.is_prepared
-    assert len(told.steps) == 1
-    assert told.steps[0].startswith("coded")
+    assert len(explanation.steps) == 1
+    assert explanation.steps[0].startswith("coded")
     w = w.prepare()
-    told = explain(x, w, m_sizes, sm=90)
-    assert (told.problem.dtype, told.M, told.aligned, told.runs) == (DType.MXFP4, 4096, True, "bundle")
-    assert len(told.steps) == 1
-    assert told.steps[0].startswith("rows_wna16")
-    assert f"step 1: {told.steps[0]}" in str(told)
-    gathered = explain(told.problem._replace(fusion=Fusion.GATHER), M=4096, sm=90)
+    explanation = explain(x, w, m_sizes, sm=90)
+    assert (explanation.problem.dtype, explanation.M, explanation.aligned, explanation.runs) == (
+        DType.MXFP4,
+        4096,
+        True,
+        "bundle",
+    )
+    assert len(explanation.steps) == 1
+    assert explanation.steps[0].startswith("rows_wna16")
+    assert f"step 1: {explanation.steps[0]}" in str(explanation)
+    gathered = explain(explanation.problem._replace(fusion=Fusion.GATHER), M=4096, sm=90)
     assert gathered.gathered_first
-    assert [one.split()[0] for one in gathered.steps] == ["gather", "rows_wna16"]
+    assert [step.split()[0] for step in gathered.steps] == ["gather", "rows_wna16"]
     assert gathered.to_dict()["steps"] == list(gathered.steps)
-    alone = explain(told.problem._replace(fusion=Fusion.GATHER), M=4, top_k=4, sm=90)  # its rows are all one token's
+    alone = explain(
+        explanation.problem._replace(fusion=Fusion.GATHER), M=4, top_k=4, sm=90
+    )  # its rows are all one token's
     assert not alone.gathered_first
-    assert [one.split()[0] for one in alone.steps] == ["rows_wna16"]
+    assert [step.split()[0] for step in alone.steps] == ["rows_wna16"]
     assert not explain(x.half(), w, m_sizes, sm=90).aligned  # no kernel reads fp16 beside them
     reload()
 
 
 def test_a_format_of_weights_is_asked_for_by_its_name() -> None:
     """By the bundle that ships."""
-    told = explain(E=32, N=5760, K=2880, M=4096, sm=90, weights="mxfp4")
-    assert told.problem.dtype is DType.MXFP4
-    assert told.runs == "bundle"
+    explanation = explain(E=32, N=5760, K=2880, M=4096, sm=90, weights="mxfp4")
+    assert explanation.problem.dtype is DType.MXFP4
+    assert explanation.runs == "bundle"
     assert explain(E=256, N=4096, K=7168, M=64, sm=90, weights="fp8_block").problem.dtype is DType.FP8_BLOCK_A16
 
 
@@ -318,23 +344,23 @@ def test_it_says_whether_x_is_quantised_and_why(format: str, kernel: str) -> Non
     assert (few.problem.dtype.value, few.quantised_first) == (f"{format}_a16", False)
     assert "; quantising x is not faster: " in few.reason
     assert (many.problem.dtype.value, many.quantised_first, many.aligned) == (format, True, True)
-    assert [one.split()[0] for one in many.steps] == ["quantise", kernel]
+    assert [step.split()[0] for step in many.steps] == ["quantise", kernel]
     assert many.to_dict()["quantised_first"] is True
     assert many.reason.startswith("quantising x is faster at M near 65536")
     gathered = explain(many.problem._replace(fusion=Fusion.GATHER), M=1 << 16, sm=90, top_k=8)
     assert (gathered.quantised_first, gathered.gathered_first) == (True, False)
-    assert [one.split()[0] for one in gathered.steps] == ["quantise", kernel]
+    assert [step.split()[0] for step in gathered.steps] == ["quantise", kernel]
     assert explain(M=1 << 16, sm=90, **(layer | {"weights": f"{format}_a16"})).steps[0].startswith("rows_wna16")
     if format == "fp8_channel":  # which ships for 9.0 alone
         return
     for sm in (89, 100, 120):
-        told = explain(M=1 << 16, sm=sm, **layer)  # type: ignore[arg-type]
-        assert (told.problem.layout, told.quantised_first) == (Layout.STORED, False)
-        assert [one.split()[0] for one in told.steps] == ["w8a8"]
+        explanation = explain(M=1 << 16, sm=sm, **layer)  # type: ignore[arg-type]
+        assert (explanation.problem.layout, explanation.quantised_first) == (Layout.STORED, False)
+        assert [step.split()[0] for step in explanation.steps] == ["w8a8"]
     for sm in (80, 86):
-        told = explain(M=1 << 16, sm=sm, **layer)  # type: ignore[arg-type]
-        assert told.problem.dtype is DType.FP8_BLOCK_A16
-        assert told.reason.endswith(f"; x stays bf16: sm_{sm} has no products of e4m3, so w becomes bf16")
+        explanation = explain(M=1 << 16, sm=sm, **layer)  # type: ignore[arg-type]
+        assert explanation.problem.dtype is DType.FP8_BLOCK_A16
+        assert explanation.reason.endswith(f"; x stays bf16: sm_{sm} has no products of e4m3, so w becomes bf16")
 
 
 @pytest.mark.parametrize(
@@ -342,37 +368,39 @@ def test_it_says_whether_x_is_quantised_and_why(format: str, kernel: str) -> Non
 )
 def test_what_no_bundle_has_ends_in_the_line_that_builds_it(tmp_path: Path, weights: str) -> None:
     problem = of_numbers(8, 1024, 768, "bf16", weights, "nk")
-    told = examine(snapshot(tmp_path), problem, 64, ON_H200, aligned=True)
-    last = str(told).splitlines()[-1]
+    explanation = examine(snapshot(tmp_path), problem, 64, ON_H200, aligned=True)
+    last = str(explanation).splitlines()[-1]
     assert last.startswith("  build it with: aot build --models ")
     (spec,) = re.findall(r'"(.*)"', last)
-    assert told.problem in plan(load_models([spec]).shapes).problems
+    assert explanation.problem in plan(load_models([spec]).shapes).problems
 
 
 @pytest.mark.parametrize(("N", "K"), [(96, 768), (1024, 96)])
 def test_weights_of_no_whole_blocks_are_read_as_they_are_stored(tmp_path: Path, N: int, K: int) -> None:
-    told = explain(E=8, N=N, K=K, M=64, sm=90, weights="mxfp4")
-    assert told.problem.layout is Layout.STORED
-    assert told.chosen is not None
-    assert told.chosen.variant.layout is Layout.STORED
-    told = examine(snapshot(tmp_path), told.problem, 64, ON_H200, aligned=True)
-    (spec,) = re.findall(r'"(.*)"', str(told.build))
-    assert told.problem in plan(load_models([spec]).shapes).problems
+    explanation = explain(E=8, N=N, K=K, M=64, sm=90, weights="mxfp4")
+    assert explanation.problem.layout is Layout.STORED
+    assert explanation.chosen is not None
+    assert explanation.chosen.variant.layout is Layout.STORED
+    explanation = examine(snapshot(tmp_path), explanation.problem, 64, ON_H200, aligned=True)
+    (spec,) = re.findall(r'"(.*)"', str(explanation.build))
+    assert explanation.problem in plan(load_models([spec]).shapes).problems
 
 
 def test_a_capability_without_code_for_a_format_is_not_sent_to_a_build(tmp_path: Path) -> None:
     for sm in arch.supported():
         problem = of_numbers(8, 1024, 768, "bf16", "int4_g32", "nk")
-        told = examine(snapshot(tmp_path), problem, 64, made_up_gpu(sm), aligned=True)
+        explanation = examine(snapshot(tmp_path), problem, 64, made_up_gpu(sm), aligned=True)
         able = bool(candidates(problem.op, problem.dtype, sm))
-        assert (told.build is not None) == able
-        assert able or f"No kernel is for forward of int4_g32 weights on sm_{sm}: torch dequantises" in told.reason
+        assert (explanation.build is not None) == able
+        assert (
+            able or f"No kernel is for forward of int4_g32 weights on sm_{sm}: torch dequantises" in explanation.reason
+        )
 
 
 @pytest.mark.parametrize(("K", "slow"), [(1000, True), (1032, True), (1008, False), (1024, False), (1001, False)])
 def test_rows_at_odd_multiples_of_16_bytes_are_noted(K: int, slow: bool, tmp_path: Path) -> None:
     problem = PROBLEM._replace(K=K)
     write(tmp_path / "a.msgpack", {problem: [measured(64, ANY, 9)]}, gpus=[H200])
-    told = examine(snapshot(tmp_path), problem, 64, ON_H200, aligned=K % 8 == 0, strict=False)
-    assert ("note: with K=" in str(told)) == slow
-    assert (told.to_dict()["note"] is not None) == slow
+    explanation = examine(snapshot(tmp_path), problem, 64, ON_H200, aligned=K % 8 == 0, strict=False)
+    assert ("note: with K=" in str(explanation)) == slow
+    assert (explanation.to_dict()["note"] is not None) == slow

@@ -1,4 +1,4 @@
-"""What explain says of a product with an adapter, by what ships: which way its low-rank part takes, and why."""
+"""The explanation of a product with an adapter, by the shipped bundles: how its low-rank part runs, and why."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ def shipped() -> None:
 @pytest.mark.parametrize("M", [64, 8192])
 def test_it_is_in_the_kernel_that_dispatch_takes(weights: str | None, op: Op, M: int) -> None:
     problem = PRODUCT._replace(op=op, dtype=DType(weights or "bf16"))
-    told = explain(problem, M=M, sm=90, rank=16)
-    assert told.problem == problem._replace(fusion=Fusion.LOW_RANK)
+    explanation = explain(problem, M=M, sm=90, rank=16)
+    assert explanation.problem == problem._replace(fusion=Fusion.LOW_RANK)
     local = LocalGpu(90, Gpu("", 132, 80 << 10, 0))
-    ran = with_low_part(snapshot.snapshot(), told.problem, bucket_of(M), local)
-    assert told.chosen is not None
+    ran = with_low_part(snapshot.snapshot(), explanation.problem, bucket_of(M), local)
+    assert explanation.chosen is not None
     assert ran is not None
-    assert told.chosen.variant == ran.variant
-    assert told.low_rank == "in the GEMM's kernel, as part of its reduction: 16 columns"
-    assert f"  lora: {told.low_rank}\n" in str(told)
-    assert json.loads(json.dumps(told.to_dict()))["low_rank"] == told.low_rank
-    assert explain(told.problem, M=M, sm=90).chosen == told.chosen
+    assert explanation.chosen.variant == ran.variant
+    assert explanation.low_rank == "in the GEMM's kernel, as part of its reduction: 16 columns"
+    assert f"  lora: {explanation.low_rank}\n" in str(explanation)
+    assert json.loads(json.dumps(explanation.to_dict()))["low_rank"] == explanation.low_rank
+    assert explain(explanation.problem, M=M, sm=90).chosen == explanation.chosen
 
 
 def test_of_gathered_rows_too() -> None:
     for dtype, first in ((DType.BF16, False), (DType.MXFP4, True)):
-        told = explain(PRODUCT._replace(dtype=dtype, fusion=Fusion.GATHER), M=8192, sm=90, rank=8, top_k=8)
-        assert told.low_rank == "in the GEMM's kernel, as part of its reduction: 8 columns"
-        assert told.gathered_first is first
+        explanation = explain(PRODUCT._replace(dtype=dtype, fusion=Fusion.GATHER), M=8192, sm=90, rank=8, top_k=8)
+        assert explanation.low_rank == "in the GEMM's kernel, as part of its reduction: 8 columns"
+        assert explanation.gathered_first is first
 
 
 def test_a_rank_is_rounded_up_to_whole_16_bytes() -> None:
-    told = explain(**SIZES, M=8192, sm=90, rank=4)
-    assert told.low_rank == "in the GEMM's kernel, as part of its reduction: 8 columns, 4 of them the adapter's"
+    explanation = explain(**SIZES, M=8192, sm=90, rank=4)
+    assert explanation.low_rank == "in the GEMM's kernel, as part of its reduction: 8 columns, 4 of them the adapter's"
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_a_rank_is_rounded_up_to_whole_16_bytes() -> None:
 )
 def test_why_it_is_a_product_of_its_own(problem: Problem, why: str) -> None:
     """The rest is what the product without it does."""
-    told = explain(problem, M=8192, sm=90, rank=16)
-    assert str(told.low_rank).startswith(f"a product of its own, which is added: {why}")
+    explanation = explain(problem, M=8192, sm=90, rank=16)
+    assert str(explanation.low_rank).startswith(f"a product of its own, which is added: {why}")
     plain = explain(problem, M=8192, sm=90)
-    assert (told.chosen, told.runs, told.build) == (plain.chosen, plain.runs, plain.build)
+    assert (explanation.chosen, explanation.runs, explanation.build) == (plain.chosen, plain.runs, plain.build)
     assert plain.low_rank is None
 
 
@@ -82,23 +82,23 @@ def test_why_it_is_a_product_of_its_own(problem: Problem, why: str) -> None:
 @pytest.mark.parametrize("sm", [89, 90])
 def test_beside_it_x_is_quantised_as_without_it(sm: int, fusion: Fusion) -> None:
     problem = PRODUCT._replace(dtype=DType.FP8_BLOCK, fusion=fusion)
-    told, plain = (explain(problem, M=16384, sm=sm, top_k=8, rank=rank) for rank in (16, None))
+    explanation, plain = (explain(problem, M=16384, sm=sm, top_k=8, rank=rank) for rank in (16, None))
     assert plain.reason.startswith("quantising x is faster")
-    assert (told.chosen, told.steps, told.reason) == (plain.chosen, plain.steps, plain.reason)
-    assert told.problem == plain.problem._replace(fusion=fusion | Fusion.LOW_RANK)
-    assert str(told.low_rank).endswith("the forward of fp8_block quantises x, which is faster")
+    assert (explanation.chosen, explanation.steps, explanation.reason) == (plain.chosen, plain.steps, plain.reason)
+    assert explanation.problem == plain.problem._replace(fusion=fusion | Fusion.LOW_RANK)
+    assert str(explanation.low_rank).endswith("the forward of fp8_block quantises x, which is faster")
 
 
 def test_of_fp8_dx_has_code() -> None:
-    told = explain(PRODUCT._replace(op=Op.DX, dtype=DType.FP8_BLOCK_A16), M=8192, sm=90, rank=16)
-    assert str(told.low_rank).startswith("in the GEMM's kernel")
+    explanation = explain(PRODUCT._replace(op=Op.DX, dtype=DType.FP8_BLOCK_A16), M=8192, sm=90, rank=16)
+    assert str(explanation.low_rank).startswith("in the GEMM's kernel")
 
 
 def test_strict_mode_has_it_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRETUNED_STRICT", "1")
     reload()
-    told = explain(**SIZES, M=8192, sm=90, rank=16)
-    assert str(told.low_rank).endswith("strict mode takes nothing of the candidates, which have the code for it")
+    explanation = explain(**SIZES, M=8192, sm=90, rank=16)
+    assert str(explanation.low_rank).endswith("strict mode takes nothing of the candidates, which have the code for it")
 
 
 def test_of_tensors() -> None:
@@ -106,8 +106,8 @@ def test_of_tensors() -> None:
     w = torch.ones(4, 256, 256, dtype=torch.bfloat16)
     assert "in the GEMM's kernel" in str(explain(x, w, m_sizes, sm=90, rank=16))
     four = ExpertWeights.quantize(w, "mxfp4")
-    told = explain(x, four, m_sizes, sm=90, rank=16)
-    assert "only prepared weights have a kernel for it: w = w.prepare()" in str(told.low_rank)
+    explanation = explain(x, four, m_sizes, sm=90, rank=16)
+    assert "only prepared weights have a kernel for it: w = w.prepare()" in str(explanation.low_rank)
     assert "in the GEMM's kernel" in str(explain(x, four.prepare(), m_sizes, sm=90, rank=16))
     eight = explain(x, ExpertWeights.quantize(w, "fp8_block"), m_sizes, sm=90, rank=16)
     assert "quantises x" in str(eight.low_rank)

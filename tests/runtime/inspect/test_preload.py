@@ -1,4 +1,4 @@
-"""What preload would load; loading itself is tested on a GPU."""
+"""Variants that preload would load; loading itself is tested on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from emulated_driver import EmulatedGpu, emulated
 from host_gpu import PERSISTENT, Device, E
-from made import ON_H200, OTHER, PROBLEM, WIDE, modelled, snapshot, write
+from small_bundles import ON_H200, OTHER, PROBLEM, WIDE, modelled, snapshot, write
 
 from pretuned.artifacts.bundle_file import BundleFile
 from pretuned.artifacts.errors import BundleCorrupt, CudaError, HostError, InputError
@@ -61,13 +61,13 @@ def test_of_a_bundle_with_a_damaged_record_nothing_is_preloaded_and_it_is_report
     write(whole, CHOICES, models=MODELS)
     index, _ = craft.parts(whole.read_bytes())
     (tmp_path / "a.msgpack").write_bytes(craft.changed(whole.read_bytes(), models=b"\xc0"))
-    found = snapshot(tmp_path)
-    view = found.view(ON_H200, installed=False)
+    bundle_set = snapshot(tmp_path)
+    view = bundle_set.view(ON_H200, installed=False)
     assert records_of(["acme/small"], view) == [MODELS[2]]
     assert "a.msgpack" in caplog.text
     with pytest.raises(BundleCorrupt, match=r"a\.msgpack.*models"):
         records_of(["acme/other"], view)  # it may be in there
-    assert len(found.view(ON_H200, installed=False).usable) == 2
+    assert len(bundle_set.view(ON_H200, installed=False).usable) == 2
     caplog.clear()
     damaged = dict(zip((b"\x90", b"\x91"), index["problems"].values(), strict=True))
     (tmp_path / "a.msgpack").write_bytes(craft.changed(whole.read_bytes(), problems=damaged))
@@ -127,25 +127,25 @@ def test_buckets() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_call_of_a_step_is_among_the_cells(tmp_path: Path, model: Model, tokens: range) -> None:
     write(tmp_path / "a.msgpack", CHOICES, models=MODELS)
-    found = snapshot(tmp_path)
+    bundle_set = snapshot(tmp_path)
     wanted = {problem: buckets(rows_of(model, tokens)) for problem in model.problems}
-    cells = cells_of(wanted, found, ON_H200)
+    cells = cells_of(wanted, bundle_set, ON_H200)
     assert len(cells) == len(set(cells))
-    loads = {variant_of(decide(found, problem, bucket, ON_H200)) for problem, bucket in cells}
-    loads |= set(fallbacks_of(wanted, found, ON_H200))
-    count = len(found.decisions)
+    loads = {variant_of(decide(bundle_set, problem, bucket, ON_H200)) for problem, bucket in cells}
+    loads |= set(fallbacks_of(wanted, bundle_set, ON_H200))
+    count = len(bundle_set.decisions)
     for T in tokens:
         for problem in model.problems:
-            assert variant_of(decide(found, problem, T * model.top_k, ON_H200)) in loads
-    assert len(found.decisions) == count
+            assert variant_of(decide(bundle_set, problem, T * model.top_k, ON_H200)) in loads
+    assert len(bundle_set.decisions) == count
     for T in tokens:
         for problem in model.problems:
-            assert variant_of(decide(found, problem, T * model.top_k, ON_H200, aligned=False)) in loads
+            assert variant_of(decide(bundle_set, problem, T * model.top_k, ON_H200, aligned=False)) in loads
 
 
-def variant_of(found: Decision | Miss) -> tuple[BundleFile, int]:
-    assert isinstance(found, Decision)
-    return found.chosen.usable.bundle, found.chosen.index
+def variant_of(decision: Decision | Miss) -> tuple[BundleFile, int]:
+    assert isinstance(decision, Decision)
+    return decision.chosen.usable.bundle, decision.chosen.index
 
 
 def test_forms_that_no_bundle_has_code_for_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -189,36 +189,38 @@ def test_a_model_in_one_format_of_its_weights() -> None:
     view = dispatch_snapshot.snapshot().view(ON_H200, installed=True)
 
     def dtypes(model: str, weights: str | None) -> set[DType]:
-        return {one.dtype for one in records_of([model], view, weights)}
+        return {record.dtype for record in records_of([model], view, weights)}
 
     assert dtypes("openai/gpt-oss-20b", None) == {DType.BF16, DType.FP16, DType.MXFP4}
     assert dtypes("openai/gpt-oss-20b", "mxfp4") == {DType.MXFP4}
     assert dtypes("openai/gpt-oss-20b", "bf16") == {DType.BF16}
     assert dtypes("deepseek-ai/DeepSeek-V3", "fp8_block") == {DType.FP8_BLOCK, DType.FP8_BLOCK_A16}
-    told = r"bundle has openai/gpt-oss-20b in nvfp4 \(there is bf16, fp16, mxfp4\)\. Build it with: aot build --models "
-    with pytest.raises(InputError, match=told + '"openai/gpt-oss-20b weights=nvfp4"'):
+    message = (
+        r"bundle has openai/gpt-oss-20b in nvfp4 \(there is bf16, fp16, mxfp4\)\. Build it with: aot build --models "
+    )
+    with pytest.raises(InputError, match=message + '"openai/gpt-oss-20b weights=nvfp4"'):
         records_of(["openai/gpt-oss-20b"], view, "nvfp4")
 
 
 def test_fp16_beside_bf16_is_not_what_a_deployment_comes_to() -> None:
-    one, other = (Problem(Op.FORWARD, DType.BF16, 8, 64, K) for K in (32, 64))
-    half, alone = one._replace(dtype=DType.FP16), other._replace(dtype=DType.FP16, E=4)
-    codes = one._replace(dtype=DType.MXFP4)
-    assert twins_in_fp16([one, half, other, alone, codes]) == {half}
+    first, other = (Problem(Op.FORWARD, DType.BF16, 8, 64, K) for K in (32, 64))
+    half, alone = first._replace(dtype=DType.FP16), other._replace(dtype=DType.FP16, E=4)
+    codes = first._replace(dtype=DType.MXFP4)
+    assert twins_in_fp16([first, half, other, alone, codes]) == {half}
     assert twins_in_fp16([half, alone, codes]) == set()
 
 
 @pytest.mark.parametrize(
-    ("weights", "told"),
+    ("weights", "message"),
     [
         ("fp8", "weights is 'fp8', wanted one of bf16, "),
         (8, "weights is 8, wanted"),
     ],
 )
-def test_weights_are_a_format_with_kernels(weights: object, told: str) -> None:
-    with pytest.raises(InputError, match=f"preload: {told}"):
+def test_weights_are_a_format_with_kernels(weights: object, message: str) -> None:
+    with pytest.raises(InputError, match=f"preload: {message}"):
         preload(weights=weights)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=f"explain: {told}"):
+    with pytest.raises(InputError, match=f"explain: {message}"):
         explain(E=8, N=512, K=512, M=1, sm=90, weights=weights)  # type: ignore[arg-type]
 
 

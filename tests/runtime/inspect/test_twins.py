@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from emulated_kernels import bundle_of, made
+from emulated_kernels import bundle_of, variant_and_code
 from host_gpu import PERSISTENT, Device
 from host_gpu import specs as kernels_of
 from hypothesis import given
 from hypothesis import strategies as st
-from made import NARROW, ON_H200, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
+from small_bundles import NARROW, ON_H200, PROBLEM, SPECS, WIDE, measured, modelled, snapshot, write
 
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Family, Pool, by_code, serves, specs
@@ -42,8 +42,8 @@ def twin_of(problem: Problem) -> Problem:
     return twin
 
 
-def decision(found: object, problem: Problem, M: int = 64, **how: bool) -> Decision:
-    got = decide(found, problem, M, ON_H200, **how)  # type: ignore[arg-type]
+def decision(bundle_set: object, problem: Problem, M: int = 64, **how: bool) -> Decision:
+    got = decide(bundle_set, problem, M, ON_H200, **how)  # type: ignore[arg-type]
     assert isinstance(got, Decision), got
     return got
 
@@ -74,7 +74,7 @@ def test_what_has_none() -> None:
 @pytest.mark.parametrize("fusion", FORMS)
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.TF32])
 def test_every_variant_is_one_cubin_with_its_twin(sm: int, fusion: Fusion, dtype: DType) -> None:
-    """As the builder has it: of two specs in a group one is compiled, and relabelled."""
+    """The builder compiles one of two equal specs and relabels it."""
     problem = Problem(Op.DX, dtype, 8, 256, 512, fusion=fusion)
     ours = specs([problem], sm, Pool())
     assert ours
@@ -94,10 +94,10 @@ def test_a_choice_for_the_twin_is_a_choice(tmp_path: Path) -> None:
     )
     assert "the same product" not in decision(snapshot(tmp_path), PROBLEM).reason
     assert decision(snapshot(tmp_path), problem, 4096).chosen.match is Match.NEAREST_BUCKET
-    told = examine(snapshot(tmp_path), problem, 64, ON_H200, aligned=True)
-    assert told.reason == got.reason
-    assert told.chosen is not None
-    assert told.chosen.index == NARROW
+    explanation = examine(snapshot(tmp_path), problem, 64, ON_H200, aligned=True)
+    assert explanation.reason == got.reason
+    assert explanation.chosen is not None
+    assert explanation.chosen.index == NARROW
 
 
 def test_the_cost_model_chooses_among_the_twin_s_variants(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_the_cost_model_chooses_among_the_twin_s_variants(tmp_path: Path) -> Non
 
 
 def test_each_form_has_its_own_code(tmp_path: Path) -> None:
-    """What gathers runs no plain product's code, by either name."""
+    """A gathering product runs no plain product's code, by either name."""
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, 0)]}, specs=[SPECS[0]])
     gathers = twin_of(PROBLEM)._replace(fusion=Fusion.GATHER)
     assert isinstance(decide(snapshot(tmp_path), gathers, 64, ON_H200), Miss)
@@ -122,13 +122,13 @@ def test_what_the_process_itself_has_compiled_runs_what_it_was_compiled_for(tmp_
     """Else a choice would hang on which of the two was called first."""
     path = write(tmp_path / "made.msgpack", {PROBLEM: [modelled(64, WIDE)]})
     (tmp_path / "nothing").mkdir()
-    found = snapshot(tmp_path / "nothing")
+    bundle_set = snapshot(tmp_path / "nothing")
     with open_bundle(path) as bundle:
-        found.add(bundle)
-        assert decision(found, PROBLEM).chosen.index == WIDE
-        assert isinstance(decide(found, twin_of(PROBLEM), 64, ON_H200), Miss)
+        bundle_set.add(bundle)
+        assert decision(bundle_set, PROBLEM).chosen.index == WIDE
+        assert isinstance(decide(bundle_set, twin_of(PROBLEM), 64, ON_H200), Miss)
         other = twin_of(PROBLEM)._replace(N=4096)
-        assert isinstance(decide(found, other, 64, ON_H200), Miss)
+        assert isinstance(decide(bundle_set, other, 64, ON_H200), Miss)
 
 
 @pytest.mark.parametrize("op", [Op.DW, Op.FORWARD])
@@ -140,7 +140,7 @@ def test_no_twin_is_looked_for_where_there_is_none(op: Op, tmp_path: Path) -> No
 
 
 def test_a_choice_may_name_the_twin_s_code(tmp_path: Path) -> None:
-    """As the builder makes them: a product has one code, whatever it is called."""
+    """The builder gives a product one code, whatever it is called."""
     twin = twin_of(PROBLEM)
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)], twin: [modelled(64, NARROW)]})
     for problem, index in ((PROBLEM, WIDE), (twin, NARROW)):
@@ -155,20 +155,20 @@ def test_a_bundle_s_own_choice_comes_before_its_twin_s(tmp_path: Path) -> None:
     twin = twin_of(PROBLEM)
     specs = [SPECS[WIDE], replace(SPECS[NARROW], op=twin.op, layout=twin.layout)]
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, 0)], twin: [modelled(64, 1)]}, specs=specs)
-    found = snapshot(tmp_path)
+    bundle_set = snapshot(tmp_path)
     for problem, index in ((PROBLEM, 0), (twin, 1)):
-        got = decision(found, problem)
+        got = decision(bundle_set, problem)
         assert (got.chosen.index, "the same product" in got.reason) == (index, False)
-        both = examine(found, problem._replace(N=4096), 64, ON_H200, aligned=True).candidates
-        assert {one.index for one in both} == {0, 1}  # the cost model looks at all that is the same code
+        both = examine(bundle_set, problem._replace(N=4096), 64, ON_H200, aligned=True).candidates
+        assert {candidate.index for candidate in both} == {0, 1}  # the cost model looks at all that is the same code
 
 
 def test_a_kernel_is_named_by_the_caller_for_either(tmp_path: Path) -> None:
     from pretuned.runtime.dispatch import pin
 
     write(tmp_path / "a.msgpack", {PROBLEM: [modelled(64, WIDE)]})
-    found = snapshot(tmp_path)
-    usable, index = pin.find(found, SPECS[NARROW].config, twin_of(PROBLEM), ON_H200, aligned=True)
+    bundle_set = snapshot(tmp_path)
+    usable, index = pin.find(bundle_set, SPECS[NARROW].config, twin_of(PROBLEM), ON_H200, aligned=True)
     assert (usable.path.name, index) == ("a.msgpack", NARROW)
 
 
@@ -196,10 +196,10 @@ def test_a_turned_model_has_the_problems_that_it_is_planned_with(planned: Layout
     assert set(turned(tuple(problems(planned)), layout)) == problems(layout)
 
 
-@pytest.mark.parametrize("given", ["k", 1, ["nk"]])
-def test_a_layout_that_is_none(given: object) -> None:
+@pytest.mark.parametrize("layout", ["k", 1, ["nk"]])
+def test_a_layout_that_is_none(layout: object) -> None:
     with pytest.raises(InputError, match=r"preload: w_layout is .*, wanted 'nk' .* 'kn'"):
-        preload(w_layout=given)  # type: ignore[arg-type]
+        preload(w_layout=layout)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("path", BUNDLES, ids=lambda path: path.stem)
@@ -235,7 +235,7 @@ def test_what_ships_was_built_for_the_layout_of_their_checkpoints(model: str, pa
             assert isinstance(got, Decision)
             assert got.chosen.match is Match.EXACT
             assert got.chosen.source is (Source.MEASURED if sm == 90 else Source.MODELLED)
-            own = next(one for one in bundle.find(problem) if one.bucket == M)
+            own = next(choice for choice in bundle.find(problem) if choice.bucket == M)
             assert own.variant == got.chosen.index
             assert serves(bundle.variant(own.variant), problem)
             assert Family.of(bundle.variant(own.variant)) == Family.of(twin_of(problem)) == Family.of(problem)
@@ -244,17 +244,17 @@ def test_what_ships_was_built_for_the_layout_of_their_checkpoints(model: str, pa
 def test_a_model_s_problems_are_turned(device: Device) -> None:
     forward = Problem(Op.FORWARD, DType.FP32, 4, 8, 12)
     problems = forward, forward._replace(op=Op.DX)
-    every = kernels_of(device.there, DType.FP32, PERSISTENT)
-    index = {one.op: i for i, (one, _) in enumerate(every) if isinstance(one, Spec) and not one.fusion}
-    choices = {one: [Choice(64, index[one.op], Source.MODELLED, 10_000)] for one in problems}
-    bundle = bundle_of([made(spec, block=block) for spec, block in every], choices)
+    kernels = kernels_of(device.there, DType.FP32, PERSISTENT)
+    index = {spec.op: i for i, (spec, _) in enumerate(kernels) if isinstance(spec, Spec) and not spec.fusion}
+    choices = {problem: [Choice(64, index[problem.op], Source.MODELLED, 10_000)] for problem in problems}
+    bundle = bundle_of([variant_and_code(spec, block=block) for spec, block in kernels], choices)
     device.publish(encode(bundle._replace(models=(Model("some/moe", 1, 1, 2, DType.FP32, problems),))))
 
     def decided() -> set[Problem]:
         return {problem for problem, *_ in dispatch_snapshot.snapshot().decisions if not problem.fusion}
 
     preload("some/moe", w_layout="kn")
-    assert decided() == {one._replace(layout=Layout.KN) for one in problems}
+    assert decided() == {problem._replace(layout=Layout.KN) for problem in problems}
     reload()
     preload("some/moe")
     assert decided() == set(problems)

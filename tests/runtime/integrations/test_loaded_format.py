@@ -27,9 +27,9 @@ def of_bytes(*shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
 
-def same(made: ExpertWeights, expected: ExpertWeights) -> None:
-    assert made.format == expected.format
-    assert torch.equal(made.dequantize(torch.float32), expected.dequantize(torch.float32))
+def same(got: ExpertWeights, expected: ExpertWeights) -> None:
+    assert got.format == expected.format
+    assert torch.equal(got.dequantize(torch.float32), expected.dequantize(torch.float32))
 
 
 _GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
@@ -143,16 +143,16 @@ _FP8 = {
 def test_weights_are_those_of_the_checkpoint(
     format: str, packing: str, config: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> None:
-    order = [*(one for one in tensors if one.endswith(("weight", "packed"))), "scales", "weight_scale", "qzeros"]
+    order = [*(name for name in tensors if name.endswith(("weight", "packed"))), "scales", "weight_scale", "qzeros"]
     order += ["weight_zero_point", "weight_scale_2", "weight_global_scale"]
-    ends = tuple(one for one in order if one in tensors)
+    ends = tuple(name for name in order if name in tensors)
     less_one, by_word = gptq_zeros(config) if packing == "gptq" else (True, False)
     divides = "weight_global_scale" in ends
     loaded = LoadedFormat(format, ends, packing, divides=divides, less_one=less_one, by_word=by_word)
     expected = ExpertWeights.from_tensors(tensors, config, "down")
-    made = loaded.weights(*(tensors[end].clone() for end in ends))
-    same(made, expected)
-    made_tensors = loaded.tensors_of(made)
+    weights = loaded.weights(*(tensors[end].clone() for end in ends))
+    same(weights, expected)
+    made_tensors = loaded.tensors_of(weights)
     assert set(made_tensors) == set(ends if loaded.has_zeros or "int4" not in format else ends[:2])
     assert loaded.K_first == (packing in ("awq", "gptq"))
     assert loaded.dtype is DType(format)

@@ -1,4 +1,4 @@
-"""What plug-ins of engines do before there is a layer: the switch, versions, lines logged once, imports watched."""
+"""Plug-ins of engines before there is a layer: the switch, versions, lines logged once, imports watched."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_it_says_once_that_it_is_active(engine: PlugIn, caplog: pytest.LogCaptur
     assert engine.begin()
     engine.say_active()
     text = "pretuned is active: it runs the MoE layers that it has kernels for. PRETUNED_ENGINE=0 switches it off"
-    assert [one.getMessage() for one in caplog.records] == [text]
+    assert [record.getMessage() for record in caplog.records] == [text]
 
 
 def test_it_says_so_later_if_the_engine_sets_its_loggers_up_later(
@@ -75,14 +75,14 @@ def test_an_engine_s_other_processes_say_nothing(
     engine: PlugIn, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def child() -> list[str]:
-        one = PlugIn(
+        plugged = PlugIn(
             "Engine", "an_engine", "PRETUNED_ENGINE", first=(2,), last=(2,), group="engine.plugins", listed="PLUGINS"
         )
         lines: list[str] = []
         with monkeypatch.context() as patch:
             patch.setattr(multiprocessing, "parent_process", lambda: object())
-            assert one.begin()
-            one.say_active(lines.append)
+            assert plugged.begin()
+            plugged.say_active(lines.append)
         return lines
 
     assert len(child()) == 1  # the first process could not: one with a layer does
@@ -112,10 +112,10 @@ def test_a_failure_is_reported_once_with_its_reason(engine: PlugIn, caplog: pyte
     def fails(what: str) -> None:
         raise KeyError(what)
 
-    assert engine.attempt("add", lambda one: one + 1, 1) == 2
+    assert engine.attempt("add", lambda number: number + 1, 1) == 2
     for what in ("a", "b", "a"):
         assert engine.attempt("take a layer", fails, what) is None
-    assert [one.getMessage() for one in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         f"pretuned: MoE layers stay with Engine, as pretuned could not take a layer: KeyError: '{what}'. "
         "PRETUNED_ENGINE=0 switches pretuned off"
         for what in "ab"
@@ -201,9 +201,9 @@ def test_a_module_that_another_thread_is_importing(folder: Path) -> None:
     importer = threading.Thread(target=importlib.import_module, args=("watched_slow",))
     importer.start()
     assert begun.wait(30)
-    asker = threading.Thread(target=when_imported, args=("watched_slow", lambda one: seen.append(one.value)))
+    asker = threading.Thread(target=when_imported, args=("watched_slow", lambda module: seen.append(module.value)))
     asker.start()
     go_on.set()
-    for one in (importer, asker):
-        one.join(30)
+    for thread in (importer, asker):
+        thread.join(30)
     assert seen == [1]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made import DRIVER, H200, HOPPERS, ON_A100, ON_H200, WIDE, Spec, measured, modelled, write
+from small_bundles import DRIVER, H200, HOPPERS, ON_A100, ON_H200, WIDE, Spec, measured, modelled, write
 
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.plan import plan, planned_on
@@ -41,14 +41,14 @@ def test_its_products() -> None:
         Problem(Op.FORWARD, DType.BF16, 8, 768, 512),
     )
     ungated = LAYER._replace(act=RowActivation(Activation("relu2"), gated=False, interleaved=False))
-    assert [one.N for one in ungated.problems] == [512, 768]
+    assert [problem.N for problem in ungated.problems] == [512, 768]
     assert LAYER.all_problems == LAYER.problems
 
 
 def test_products_of_which_x_is_quantised_too_are_loaded_beside_those_where_it_is_not() -> None:
     layer = LAYER._replace(dtype=DType.FP8_BLOCK)
-    assert [one.dtype for one in layer.problems] == [DType.FP8_BLOCK_A16] * 2
-    assert [one.dtype for one in layer.all_problems] == [DType.FP8_BLOCK] * 2 + [DType.FP8_BLOCK_A16] * 2
+    assert [problem.dtype for problem in layer.problems] == [DType.FP8_BLOCK_A16] * 2
+    assert [problem.dtype for problem in layer.all_problems] == [DType.FP8_BLOCK] * 2 + [DType.FP8_BLOCK_A16] * 2
 
 
 def test_a_layer_is_served_where_both_products_were_measured(clean_places: Path) -> None:
@@ -67,14 +67,14 @@ def test_a_layer_is_served_where_both_products_were_measured(clean_places: Path)
     ):
         write(path, choices, gpus=[H200])
         reload()
-        told = lacks(LAYER, ON_H200, tokens=64)
-        assert told is None if lacking is None else str(told).startswith(missing.format(*lacking))
+        reason = lacks(LAYER, ON_H200, tokens=64)
+        assert reason is None if lacking is None else str(reason).startswith(missing.format(*lacking))
         assert lacks(LAYER, ON_H200, tokens=64, any_variant=True) is None
         assert "was measured for" in str(lacks(LAYER, ON_A100, tokens=64))
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("sizes", "wanted"),
     [
         ((16, 8, 16, 128), 16),
         ((1, 8, 32, 256), 1),
@@ -86,8 +86,8 @@ def test_a_layer_is_served_where_both_products_were_measured(clean_places: Path)
         ((16, 9, 257, 257, 1), None),
     ],
 )
-def test_rows_of_a_rank(given: tuple[int, ...], wanted: int | None) -> None:
-    assert expected_rows(*given) == wanted
+def test_rows_of_a_rank(sizes: tuple[int, ...], wanted: int | None) -> None:
+    assert expected_rows(*sizes) == wanted
 
 
 def test_a_rank_is_served_where_the_rows_of_its_own_experts_were_measured(clean_places: Path) -> None:
@@ -110,15 +110,15 @@ def test_where_x_may_be_quantised_too_both_products_were_measured(clean_places: 
         Spec(Config(128, 256, 128, 8, 4, loads=Loads.TMA, schedule=Schedule.W8A8_BLOCK), dtype=DType.FP8_BLOCK),
     ]
     both = {
-        one: [measured(rows, 1 if one.dtype is DType.FP8_BLOCK else 0, 9) for rows in (4, 16, 64)]
-        for one in layer.all_problems
+        problem: [measured(rows, 1 if problem.dtype is DType.FP8_BLOCK else 0, 9) for rows in (4, 16, 64)]
+        for problem in layer.all_problems
     }
     path = clean_places / "a.msgpack"
-    write(path, {one: both[one] for one in layer.problems}, gpus=[H200], specs=specs)
+    write(path, {problem: both[problem] for problem in layer.problems}, gpus=[H200], specs=specs)
     reload()
-    told = lacks(layer, ON_H200, tokens=64)
-    assert str(told).startswith("no bundle was measured for forward fp8_block E=8 N=1024 K=768 at about 2 rows on")
-    assert str(told).endswith('"shape:E=8,H=768,I=512,k=2 weights=fp8_block ops=forward"')
+    reason = lacks(layer, ON_H200, tokens=64)
+    assert str(reason).startswith("no bundle was measured for forward fp8_block E=8 N=1024 K=768 at about 2 rows on")
+    assert str(reason).endswith('"shape:E=8,H=768,I=512,k=2 weights=fp8_block ops=forward"')
     assert lacks(layer, ON_H200, tokens=64, any_variant=True) is None
     write(path, both, gpus=[H200], specs=specs)
     reload()
@@ -126,7 +126,10 @@ def test_where_x_may_be_quantised_too_both_products_were_measured(clean_places: 
 
 
 def test_a_layer_that_was_only_modelled_stays_with_the_engine(clean_places: Path) -> None:
-    write(clean_places / "a.msgpack", {one: [modelled(rows, WIDE) for rows in (4, 16, 64)] for one in LAYER.problems})
+    write(
+        clean_places / "a.msgpack",
+        {problem: [modelled(rows, WIDE) for rows in (4, 16, 64)] for problem in LAYER.problems},
+    )
     reload()
     assert "was measured for" in str(lacks(LAYER, ON_H200, tokens=64))
     assert lacks(LAYER, ON_H200, tokens=64, any_variant=True) is None
@@ -135,14 +138,14 @@ def test_a_layer_that_was_only_modelled_stays_with_the_engine(clean_places: Path
 @pytest.mark.parametrize("dtype", [DType.MXFP4, DType.MXFP8, DType.FP8_BLOCK, DType.INT4_G32])
 def test_other_gpus_have_no_kernel_for_codes_that_are_put_in_order(dtype: DType) -> None:
     """A build there makes code of codes as they are stored, so none is advised."""
-    told = str(lacks(LAYER._replace(dtype=dtype), ON_A100, tokens=64, any_variant=True))
-    assert f"no kernel for {ON_A100} reads {dtype.value} weights" in told
-    assert "aot build" not in told
+    reason = str(lacks(LAYER._replace(dtype=dtype), ON_A100, tokens=64, any_variant=True))
+    assert f"no kernel for {ON_A100} reads {dtype.value} weights" in reason
+    assert "aot build" not in reason
 
 
 def test_a_gpu_for_which_there_is_no_code_is_reported() -> None:
-    told = lacks(LAYER, LocalGpu(70, Gpu("Tesla V100-SXM2-16GB", 80, 16160, DRIVER)), tokens=1, any_variant=True)
-    assert str(told).startswith(
+    reason = lacks(LAYER, LocalGpu(70, Gpu("Tesla V100-SXM2-16GB", 80, 16160, DRIVER)), tokens=1, any_variant=True)
+    assert str(reason).startswith(
         "no bundle has a kernel for forward bf16 E=8 N=1024 K=768 at about 2 rows on Tesla V100-SXM2-16GB (7.0, "
     )
 
@@ -184,7 +187,7 @@ def test_the_bundles_that_ship_are_for_one_rank_of_eight(E: int, H: int, I: int,
 
 @pytest.mark.parametrize("gpu", HOPPERS, ids=lambda gpu: gpu.name)
 def test_a_modelled_bundle_takes_no_layer_away(clean_places: Path, gpu: Gpu) -> None:
-    """As one in PRETUNED_BUNDLES that was built without a GPU: what was measured still ships."""
+    """A bundle in PRETUNED_BUNDLES was built without a GPU: measured choices still ship."""
     layer = ServedLayer(128, 2048, 768, 8, DType.BF16, SILU)
     rows = [modelled(bucket, WIDE) for bucket in buckets_between(8, 1 << 16)]
     write(clean_places / "a.msgpack", dict.fromkeys(layer.problems, rows))
@@ -208,7 +211,7 @@ def test_a_modelled_bundle_takes_no_layer_away(clean_places: Path, gpu: Gpu) -> 
 )
 def test_its_products_are_of_the_width_that_quantised_weights_are_padded_to(I: int, dtype: DType, width: int) -> None:  # noqa: E741
     layer = LAYER._replace(I=I, dtype=dtype)
-    assert {(one.N, one.K) for one in layer.all_problems} == {(2 * width, 768), (768, width)}
+    assert {(problem.N, problem.K) for problem in layer.all_problems} == {(2 * width, 768), (768, width)}
     assert (f"I={I} (padded to {width}: {width / I - 1:.1%} more memory)" in str(layer)) == (width != I)
     spec = layer.build_line.removeprefix('aot build --models "').removesuffix('"')
     if width != I:
@@ -257,9 +260,9 @@ def test_weights_loaded_again_are_copied_to_where_the_first_are() -> None:
     first, now = (
         [ExpertWeights.quantize(torch.randn(2, 64, 64, generator=draw), "int4_g32_zp").prepare()] for _ in range(2)
     )
-    pointers = [one.data_ptr() for one in first[0].tensors().values()]
+    pointers = [tensor.data_ptr() for tensor in first[0].tensors().values()]
     follow(first, now)
-    assert [one.data_ptr() for one in first[0].tensors().values()] == pointers
+    assert [tensor.data_ptr() for tensor in first[0].tensors().values()] == pointers
     assert torch.equal(first[0].dequantize(), now[0].dequantize())
 
 

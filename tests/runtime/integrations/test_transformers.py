@@ -71,14 +71,14 @@ IDS = torch.tensor([[5, 9, 11, 40, 7, 8, 96], [3, 3, 3, 60, 61, 62, 63]])
 
 @pytest.fixture(scope="module")
 def library() -> Any:
-    found = pytest.importorskip("transformers", minversion="5.8")
+    library = pytest.importorskip("transformers", minversion="5.8")
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register("pretuned", ours.experts_forward)
-    return found
+    return library
 
 
-def made(library: Any, kind: str) -> Any:
+def model_of(library: Any, kind: str) -> Any:
     config = library.AutoConfig.for_model(kind, **(TINY | MODELS[kind][0]))
     torch.manual_seed(0)
     model = library.AutoModelForCausalLM.from_config(config).float()
@@ -89,7 +89,7 @@ def made(library: Any, kind: str) -> Any:
 
 
 def experts_of(model: Any) -> list[Any]:
-    return [one for one in model.modules() if hasattr(one, "down_proj") and hasattr(one, "has_bias")]
+    return [module for module in model.modules() if hasattr(module, "down_proj") and hasattr(module, "has_bias")]
 
 
 def run(model: Any, how: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -97,30 +97,32 @@ def run(model: Any, how: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
     logits = model(IDS.to(model.device)).logits
     logits.square().mean().backward()
-    return logits.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return logits.detach(), {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_and_its_gradients(library: Any, kind: str) -> None:
-    model = made(library, kind)
+    model = model_of(library, kind)
     (wanted, grads), (got, ours_too) = run(model, "eager"), run(model, "pretuned")
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
     assert set(ours_too) >= {name for name, grad in grads.items() if grad.any()}
     for name, grad in grads.items():
         torch.testing.assert_close(ours_too[name], grad, rtol=1e-3, atol=1e-5)
-    found = {recognise(one, True) for one in experts_of(model)}
-    assert found == {row_act(MODELS[kind][1], True, kind == "gpt_oss")}
+    activations = {recognise(experts, True) for experts in experts_of(model)}
+    assert activations == {row_act(MODELS[kind][1], True, kind == "gpt_oss")}
 
 
 def test_a_model_is_loaded_with_it_by_name(library: Any, tmp_path: Path) -> None:
-    model = made(library, "qwen3_moe")
+    model = model_of(library, "qwen3_moe")
     model.save_pretrained(tmp_path)
     loaded = library.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="pretuned")
     model.set_experts_implementation("eager")
     torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)
     assert loaded.config._experts_implementation == "pretuned"
-    assert all(recognise(one, True) for one in experts_of(loaded))
+    assert all(recognise(experts, True) for experts in experts_of(loaded))
 
 
 @pytest.fixture
@@ -141,7 +143,7 @@ def test_in_bf16_with_the_sizes_that_gpu_models_txt_has(
     """On a GPU: by kernels that were built for these sizes, or strict mode raises."""
     if device == "cuda":
         request.getfixturevalue("strict")
-    sizes = {one: 8 for one in ("num_experts", "num_local_experts", "n_routed_experts") if one in MODELS[kind][0]}
+    sizes = {name: 8 for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in MODELS[kind][0]}
     sizes |= {"hidden_size": 768, "intermediate_size": 512, "moe_intermediate_size": 512, "num_experts_per_tok": 2}
     # One layer with experts: its router has the same input in both, so no token may go elsewhere by a rounding.
     sizes["num_hidden_layers"] = 2 if kind == "deepseek_v3" else 1
@@ -155,8 +157,8 @@ def test_in_bf16_with_the_sizes_that_gpu_models_txt_has(
     (wanted, grads), (got, ours_too) = run(model, "eager"), run(model, "pretuned")
     experts = {name for name in grads if "experts" in name}  # before them bf16's own roundings add up
     assert len(experts) >= 2
-    for one, other in ((got, wanted), *((ours_too[name], grads[name]) for name in experts)):
-        assert float((one.float() - other.float()).norm() / other.float().norm()) < 2e-2
+    for tensor, other in ((got, wanted), *((ours_too[name], grads[name]) for name in experts)):
+        assert float((tensor.float() - other.float()).norm() / other.float().norm()) < 2e-2
 
 
 class Experts(torch.nn.Module):
@@ -220,25 +222,25 @@ OTHERS: list[tuple[dict[str, bool], Any, str]] = [  # what is recognised without
 def test_every_way_that_weights_may_lie(how: dict[str, bool], act: Any, name: str, elsewhere: bool) -> None:
     experts = Experts(act, **how)
     other = copy.deepcopy(experts)
-    found = recognise(experts, experts.has_gate)
-    assert (found.function.name if found else "") == name
+    activation = recognise(experts, experts.has_gate)
+    assert (activation.function.name if activation else "") == name
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(9, 16, generator=generator)
     ids = torch.stack([torch.randperm(7 if elsewhere else 5, generator=generator)[:3].clamp(max=5) for _ in range(9)])
     weights = torch.rand(9, 3, generator=generator)
-    given = [one.clone().requires_grad_() for _ in range(2) for one in (hidden, weights)]
-    got = ours.experts_forward(experts, given[0], ids, given[1])
-    wanted = by_hand(other, given[2], ids, given[3])
+    inputs = [tensor.clone().requires_grad_() for _ in range(2) for tensor in (hidden, weights)]
+    got = ours.experts_forward(experts, inputs[0], ids, inputs[1])
+    wanted = by_hand(other, inputs[2], ids, inputs[3])
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     upstream = torch.randn(9, 16, generator=generator)
     got.backward(upstream)
     wanted.backward(upstream)
     inside = ids < 5  # (of the others the router's module masks the weights)
-    torch.testing.assert_close(given[0].grad, given[2].grad, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(given[1].grad * inside, given[3].grad * inside, rtol=1e-3, atol=1e-3)
-    for (called, one), (_, two) in zip(experts.named_parameters(), other.named_parameters(), strict=True):
+    torch.testing.assert_close(inputs[0].grad, inputs[2].grad, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(inputs[1].grad * inside, inputs[3].grad * inside, rtol=1e-3, atol=1e-3)
+    for (called, parameter), (_, two) in zip(experts.named_parameters(), other.named_parameters(), strict=True):
         if two.grad is not None:
-            torch.testing.assert_close(one.grad, two.grad, rtol=1e-3, atol=1e-3, msg=called)
+            torch.testing.assert_close(parameter.grad, two.grad, rtol=1e-3, atol=1e-3, msg=called)
 
 
 class Swish(torch.nn.Module):
@@ -252,43 +254,43 @@ class Swish(torch.nn.Module):
         return h * torch.sigmoid(self.beta * h)
 
 
-def called(experts: Experts, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return ours.experts_forward(experts, *given), by_hand(experts, *given)
+def called(experts: Experts, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return ours.experts_forward(experts, *args), by_hand(experts, *args)
 
 
 def test_an_activation_that_learns() -> None:
     experts = Experts(Swish())
-    given = torch.randn(9, 16), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
+    inputs = torch.randn(9, 16), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
     for beta in (1.0, 1.5):
         with torch.no_grad():
             experts.act_fn.beta.fill_(beta)
-        got, wanted = called(experts, *given)
+        got, wanted = called(experts, *inputs)
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
-        grads = [torch.autograd.grad(one.square().sum(), experts.act_fn.beta)[0] for one in (got, wanted)]
+        grads = [torch.autograd.grad(out.square().sum(), experts.act_fn.beta)[0] for out in (got, wanted)]
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_of_an_activation_run(when: str) -> None:
     experts = Experts(torch.nn.Sequential(torch.nn.SiLU()))
-    given = torch.randn(9, 16), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
+    inputs = torch.randn(9, 16), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
     if when == "after":
-        torch.testing.assert_close(*called(experts, *given), rtol=1e-4, atol=1e-4)
-    handle = experts.act_fn[0].register_forward_hook(lambda module, taken, made: torch.zeros_like(made))
-    got, wanted = called(experts, *given)
+        torch.testing.assert_close(*called(experts, *inputs), rtol=1e-4, atol=1e-4)
+    handle = experts.act_fn[0].register_forward_hook(lambda module, taken, out: torch.zeros_like(out))
+    got, wanted = called(experts, *inputs)
     assert float(got.detach().abs().max()) == float(wanted.detach().abs().max()) == 0.0
     handle.remove()
-    torch.testing.assert_close(*called(experts, *given), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*called(experts, *inputs), rtol=1e-4, atol=1e-4)
 
 
 def test_an_activation_that_drops_in_training_alone() -> None:
     experts = Experts(torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(1.0))).eval()
-    given = torch.randn(9, 16), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
-    torch.testing.assert_close(*called(experts, *given), rtol=1e-4, atol=1e-4)
+    inputs = torch.randn(9, 16), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
+    torch.testing.assert_close(*called(experts, *inputs), rtol=1e-4, atol=1e-4)
     experts.train()
-    assert float(called(experts, *given)[0].detach().abs().max()) == 0.0
+    assert float(called(experts, *inputs)[0].detach().abs().max()) == 0.0
     experts.eval()
-    torch.testing.assert_close(*called(experts, *given), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*called(experts, *inputs), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("limit", [5.0, 20.0, 300.0, 20000.0])
@@ -304,12 +306,12 @@ def test_what_a_module_clamps_stays_clamped(limit: float) -> None:
 
 def test_shapes_alone() -> None:
     experts = Experts(has_gate=False)
-    given = torch.randn(9, 16), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
+    inputs = torch.randn(9, 16), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
     with FakeTensorMode(allow_non_fake_inputs=True) as shapes:
-        out = ours.experts_forward(experts, *map(shapes.from_tensor, given))
+        out = ours.experts_forward(experts, *map(shapes.from_tensor, inputs))
     assert out.shape == (9, 16)
     assert recognise(experts, False) == RowActivation(Activation("silu"), False, False)
-    torch.testing.assert_close(*called(experts, *given), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*called(experts, *inputs), rtol=1e-4, atol=1e-4)
 
 
 def test_an_earlier_transformers_says_less_of_a_module() -> None:
@@ -352,11 +354,11 @@ def test_an_id_of_no_expert_adds_nothing_behind_a_norm(norm: Any) -> None:
     wanted = by_hand(experts, hidden[1:], torch.tensor([[0, 5], [5, 1], [2, 3]]), weights[1:])
     torch.testing.assert_close(out[1:], wanted, rtol=1e-4, atol=1e-4)
     ours_too, theirs = (
-        torch.autograd.grad(one.square().sum(), (weights, *experts.post_expert_norm.parameters()))
-        for one in (out, wanted)
+        torch.autograd.grad(result.square().sum(), (weights, *experts.post_expert_norm.parameters()))
+        for result in (out, wanted)
     )
-    for one, other in zip(ours_too, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    for tensor, other in zip(ours_too, theirs, strict=True):
+        torch.testing.assert_close(tensor, other, rtol=1e-3, atol=1e-3)
     assert not ours_too[0][[0, 0, 1, 2], [0, 1, 1, 0]].any()
 
 
@@ -380,15 +382,15 @@ def compared(library: Any, experts: Any, dtype: torch.dtype) -> None:
         out = forward(experts, hidden, ids, weights)
         upstream = torch.randn(3, 16).to(dtype)
         results.append([out, *torch.autograd.grad(out, [hidden, weights, *experts.parameters()], upstream)])
-    for one, other in zip(*results, strict=True):
-        assert one.dtype is other.dtype
-        assert float((one.double() - other.double()).norm()) <= 2e-2 * float(other.double().norm())
+    for result, other in zip(*results, strict=True):
+        assert result.dtype is other.dtype
+        assert float((result.double() - other.double()).norm()) <= 2e-2 * float(other.double().norm())
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["gpt_oss", "openai_privacy_filter"])
 def test_fp32_biases_beside_narrower_weights(library: Any, family: str, narrow: torch.dtype) -> None:
-    experts = next(stockexperts.made(*one) for one in stockexperts.classes(family)).to(narrow)
+    experts = next(stockexperts.build_experts(*entry) for entry in stockexperts.classes(family)).to(narrow)
     for name in ("gate_up_proj_bias", "down_proj_bias"):
         setattr(experts, name, torch.nn.Parameter(getattr(experts, name).detach().float()))
     assert recognise(experts, True) is not None
@@ -407,20 +409,20 @@ def test_fp32_biases_beside_narrower_weights(library: Any, family: str, narrow: 
 def test_two_weights_of_two_dtypes(
     library: Any, family: str, first: torch.dtype, second: torch.dtype, hidden: torch.dtype
 ) -> None:
-    experts = next(stockexperts.made(*one) for one in stockexperts.classes(family))
-    for name, one in list(experts.named_parameters()):
-        setattr(experts, name, torch.nn.Parameter(one.detach().to(second if "down" in name else first)))
+    experts = next(stockexperts.build_experts(*entry) for entry in stockexperts.classes(family))
+    for name, tensor in list(experts.named_parameters()):
+        setattr(experts, name, torch.nn.Parameter(tensor.detach().to(second if "down" in name else first)))
     compared(library, experts, hidden)
 
 
 def test_torch_func_s_transforms() -> None:
     several = [Experts(has_bias=True) for _ in range(3)]
-    for number, one in enumerate(several):
+    for number, module in enumerate(several):
         with torch.no_grad():
-            one.down_proj.mul_(number + 1)
-    given = torch.randn(9, 16), torch.randint(-1, 6, (9, 2)), torch.rand(9, 2)
+            module.down_proj.mul_(number + 1)
+    inputs = torch.randn(9, 16), torch.randint(-1, 6, (9, 2)), torch.rand(9, 2)
     stacked, _ = torch.func.stack_module_state(several)  # type: ignore[arg-type]
-    used = {name: one for name, one in stacked.items() if "norm" not in name}
+    used = {name: tensor for name, tensor in stacked.items() if "norm" not in name}
 
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
@@ -433,23 +435,25 @@ def test_torch_func_s_transforms() -> None:
     layer = Layer()
 
     def called_with(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.func.functional_call(layer, {f"experts.{name}": one for name, one in parameters.items()}, given)
+        return torch.func.functional_call(
+            layer, {f"experts.{name}": parameter for name, parameter in parameters.items()}, inputs
+        )
 
-    wanted = torch.stack([ours.experts_forward(one, *given) for one in several])
+    wanted = torch.stack([ours.experts_forward(module, *inputs) for module in several])
     torch.testing.assert_close(torch.vmap(called_with)(used), wanted, rtol=1e-4, atol=1e-4)
     grads = torch.vmap(torch.func.grad(lambda parameters: called_with(parameters).square().sum()))(used)
     wanted.square().sum().backward()
-    for name, found in grads.items():
-        theirs = torch.stack([dict(one.named_parameters())[name].grad for one in several])
-        torch.testing.assert_close(found, theirs, rtol=1e-3, atol=1e-2)
+    for name, gradient in grads.items():
+        theirs = torch.stack([dict(module.named_parameters())[name].grad for module in several])
+        torch.testing.assert_close(gradient, theirs, rtol=1e-3, atol=1e-2)
 
 
 def split(experts: Any, first: int, last: int) -> Any:
     """The experts of one rank."""
     part = copy.deepcopy(experts)
-    for name, one in list(part.named_parameters()):
+    for name, tensor in list(part.named_parameters()):
         if "norm" not in name:
-            setattr(part, name, torch.nn.Parameter(one.detach()[first:last].clone()))
+            setattr(part, name, torch.nn.Parameter(tensor.detach()[first:last].clone()))
     part.num_experts, part._is_expert_parallel = last - first, True
     return part
 
@@ -457,9 +461,9 @@ def split(experts: Any, first: int, last: int) -> Any:
 def test_experts_that_the_ranks_do_not_divide() -> None:
     """103 on 8 ranks, 13 on each but the last, their outputs summed; where num_experts says otherwise: an error."""
     experts = Experts(has_bias=True)
-    for name, one in list(experts.named_parameters()):
+    for name, tensor in list(experts.named_parameters()):
         if "norm" not in name:
-            setattr(experts, name, torch.nn.Parameter(torch.randn(103, *one.shape[1:]) / 4))
+            setattr(experts, name, torch.nn.Parameter(torch.randn(103, *tensor.shape[1:]) / 4))
     hidden, ids, weights = (
         torch.randn(20, 16),
         torch.stack([torch.randperm(103)[:4] for _ in range(20)]),
@@ -482,19 +486,19 @@ def test_experts_that_the_ranks_do_not_divide() -> None:
 def test_the_rows_of_a_rank_choose_its_kernels(grouped: bool) -> None:
     """All ids are here, or as many as with experts that are chosen alike; rows that were sent here are all here."""
     experts = Experts(has_bias=True, has_gate=grouped)  # whose own gate is not recognised
-    every = 5
+    period = 5
     hidden, ids, weights = torch.randn(20, 16), torch.randint(0, 2, (20, 4)), torch.rand(20, 4)
     part = split(experts, 0, 2)
-    for one, config, top_k, wanted in (
-        (experts, SimpleNamespace(num_experts=every), 4, None),
-        (part, SimpleNamespace(num_experts=every), 4, 32),
-        (part, SimpleNamespace(num_experts=None, num_local_experts=4 * every), 4, 8),
-        (part, SimpleNamespace(num_experts=every), 1, None),  # of transformers' all-to-all
+    for module, config, top_k, wanted in (
+        (experts, SimpleNamespace(num_experts=period), 4, None),
+        (part, SimpleNamespace(num_experts=period), 4, 32),
+        (part, SimpleNamespace(num_experts=None, num_local_experts=4 * period), 4, 8),
+        (part, SimpleNamespace(num_experts=period), 1, None),  # of transformers' all-to-all
         (part, SimpleNamespace(), 4, None),
     ):
-        one.config = config
+        module.config = config
         with calls_of(ours.moe_mlp, ours.grouped_gemm) as calls:
-            ours.experts_forward(one, hidden, ids[:, :top_k], weights[:, :top_k])
+            ours.experts_forward(module, hidden, ids[:, :top_k], weights[:, :top_k])
         assert {call.name for call in calls} == {"grouped_gemm" if grouped else "moe_mlp"}
         assert {call.arguments["expected_rows"] for call in calls} == {wanted}
 
@@ -513,10 +517,10 @@ def mesh() -> Iterator[Any]:
 def spread(experts: Any, mesh: Any, placements: list[Any]) -> None:
     from torch.distributed.tensor import DTensor
 
-    for name, one in list(experts.named_parameters()):
+    for name, tensor in list(experts.named_parameters()):
         if "norm" not in name:
-            made = DTensor.from_local(one.detach(), mesh, placements, run_check=False)
-            setattr(experts, name, torch.nn.Parameter(made))
+            sharded = DTensor.from_local(tensor.detach(), mesh, placements, run_check=False)
+            setattr(experts, name, torch.nn.Parameter(sharded))
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 1), (1, 4)])
@@ -525,24 +529,24 @@ def test_dtensor_weights_run_on_this_rank_s_experts(mesh: Any, shape: tuple[int,
 
     experts, other = Experts(has_bias=True), Experts(has_bias=True)
     spread(experts, mesh(*shape), [Shard(0) if many == 4 else Replicate() for many in shape])
-    given = torch.randn(9, 16), torch.randint(0, 6, (9, 2)), torch.rand(9, 2)
+    inputs = torch.randn(9, 16), torch.randint(0, 6, (9, 2)), torch.rand(9, 2)
     with pytest.raises(InputError, match=r"5 experts on this rank; the module's num_experts is None"):
-        ours.experts_forward(experts, *given)  # are the ids those of all 20?
+        ours.experts_forward(experts, *inputs)  # are the ids those of all 20?
     experts.num_experts = 5
-    got, wanted = ours.experts_forward(experts, *given), by_hand(other, *given)
+    got, wanted = ours.experts_forward(experts, *inputs), by_hand(other, *inputs)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     got.square().sum().backward()
     wanted.square().sum().backward()
-    for name, one in experts.named_parameters():
+    for name, parameter in experts.named_parameters():
         if "norm" not in name:
-            assert isinstance(one.grad, DTensor)
-            torch.testing.assert_close(one.grad.to_local(), getattr(other, name).grad, rtol=1e-3, atol=1e-2)
+            assert isinstance(parameter.grad, DTensor)
+            torch.testing.assert_close(parameter.grad.to_local(), getattr(other, name).grad, rtol=1e-3, atol=1e-2)
 
 
 def test_other_dtensors_are_refused_by_their_placements(mesh: Any) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    given = torch.randn(9, 16), torch.randint(0, 6, (9, 2)), torch.rand(9, 2)
+    inputs = torch.randn(9, 16), torch.randint(0, 6, (9, 2)), torch.rand(9, 2)
     for placement in (Shard(1), Replicate()):
         experts = Experts()
         experts.num_experts = 5
@@ -550,10 +554,10 @@ def test_other_dtensors_are_refused_by_their_placements(mesh: Any) -> None:
         with pytest.raises(
             InputError, match=r"gate_up_proj is a DTensor of .* with placements \[.*\(.*, wanted .*FSDP"
         ):
-            ours.experts_forward(experts, *given)
-    hidden = DTensor.from_local(given[0], mesh(4), [Replicate()], run_check=False)
+            ours.experts_forward(experts, *inputs)
+    hidden = DTensor.from_local(inputs[0], mesh(4), [Replicate()], run_check=False)
     with pytest.raises(InputError, match=r"hidden_states is a DTensor of .*pass hidden_states.to_local"):
-        ours.experts_forward(Experts(), hidden, *given[1:])
+        ours.experts_forward(Experts(), hidden, *inputs[1:])
 
 
 def test_register_is_one_line_and_can_be_called_again(library: Any) -> None:
@@ -564,7 +568,7 @@ def test_register_is_one_line_and_can_be_called_again(library: Any) -> None:
     ours.register()
     assert len(torch.nn.modules.module._global_module_registration_hooks) == hooks
     assert kinds["pretuned"] is ours.experts_or_own
-    model = made(library, "qwen3_moe")
+    model = model_of(library, "qwen3_moe")
     own, _ = run(model, "eager")
     torch.testing.assert_close(run(model, "pretuned")[0], own, rtol=1e-4, atol=1e-4)
     with calls_of(ours.prepare) as prepared:
@@ -572,7 +576,7 @@ def test_register_is_one_line_and_can_be_called_again(library: Any) -> None:
     assert not prepared, "there is no GPU"
     with emulated(EmulatedGpu()), calls_of(ours.prepare) as prepared:
         model.to("cpu")
-    assert [one.arguments["experts"] for one in prepared] == experts_of(model)
+    assert [call.arguments["experts"] for call in prepared] == experts_of(model)
     model.set_experts_implementation("eager")
     with emulated(EmulatedGpu()), calls_of(ours.prepare) as prepared:
         model.to("cpu")
@@ -582,13 +586,13 @@ def test_register_is_one_line_and_can_be_called_again(library: Any) -> None:
 
 def test_what_is_prepared_is_what_is_planned(library: Any) -> None:
     for kind, shape in (("qwen3_moe", "shape:E=6,H=32,I=24,k=2"), ("gpt_oss", "shape:E=6,H=32,I=48,k=2 layout=kn")):
-        experts, *_ = experts_of(made(library, kind).bfloat16())
+        experts, *_ = experts_of(model_of(library, kind).bfloat16())
         names = "gate_up_proj", "down_proj"
         wanted = plan(load_models([shape]).shapes).problems
-        every = ours._problems(experts, names, [None, None])
-        assert every == {one for one in wanted if one.fusion is Fusion.NONE}
+        problems = ours._problems(experts, names, [None, None])
+        assert problems == {problem for problem in wanted if problem.fusion is Fusion.NONE}
         frozen = ours._problems(experts.requires_grad_(False), names, [None, None])
-        assert frozen == {one for one in every if one.op is Op.FORWARD}
+        assert frozen == {problem for problem in problems if problem.op is Op.FORWARD}
 
 
 def test_what_does_not_fit_runs_the_module_s_own_code_told_once(
@@ -596,12 +600,12 @@ def test_what_does_not_fit_runs_the_module_s_own_code_told_once(
 ) -> None:
     ours.register()
     ours._tell.cache_clear()
-    model = made(library, "qwen3_moe")
+    model = model_of(library, "qwen3_moe")
     own, _ = run(model, "eager")
     for experts in experts_of(model):
         experts.num_experts, experts._is_expert_parallel = 8, True  # of which it has 6: ids may mean others
     assert torch.equal(run(model, "pretuned")[0], own)
-    (line,) = [one.getMessage() for one in caplog.records if one.name == ours.__name__]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == ours.__name__]
     assert line.startswith("pretuned: Qwen3MoeExperts runs its own code: experts_forward: gate_up_proj is 6 experts")
     monkeypatch.setenv("PRETUNED_STRICT", "1")
     reload()

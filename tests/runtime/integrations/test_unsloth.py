@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import made
 import pytest
+import small_bundles
 import torch
 from emulated_driver import EmulatedGpu, emulated
 from emulated_kernels import DRIVER as OLD
@@ -73,12 +73,12 @@ def block(layer: dict[str, torch.Tensor], product: Any = grouped_gemm, **how: An
 def wanted(layer: dict[str, torch.Tensor]) -> torch.Tensor:
     rows = []
     for t in range(T):
-        found = torch.zeros(H)
+        tensor = torch.zeros(H)
         for s in range(K):
             e = int(layer["ids"][t, s])
             gate, wide = (layer["up"][e] @ layer["x"][t]).chunk(2)
-            found = found + layer["weights"][t, s] * (layer["down"][e] @ (functional.silu(gate) * wide))
-        rows.append(found)
+            tensor = tensor + layer["weights"][t, s] * (layer["down"][e] @ (functional.silu(gate) * wide))
+        rows.append(tensor)
     return torch.stack(rows)
 
 
@@ -156,12 +156,12 @@ def test_each_single_call_takes_each_documented_knob(layer: dict[str, torch.Tens
     how = {"topk": K, "m_sizes": layer["m_sizes"], "gather_indices": layer["rows"], "permute_x": True}
     knob = {name: DOCUMENTED.get(name, True)}
     with caplog.at_level(logging.DEBUG, logger=unsloth.__name__):
-        for call, given in (
+        for call, inputs in (
             (grouped_gemm_forward, (x, flat)),
             (grouped_gemm_dX, (dy, flat)),
             (grouped_gemm_dW, (x, dy)),
         ):
-            assert torch.equal(call(*given, **how, **knob), call(*given, **how))
+            assert torch.equal(call(*inputs, **how, **knob), call(*inputs, **how))
     idle = {"debug": 3, "use_tma_load_w": 1, "use_tma_load_x": 1, "use_tma_load_dy": 1}.get(name, 0)
     assert caplog.text.count("changes nothing there") == idle
 
@@ -169,17 +169,17 @@ def test_each_single_call_takes_each_documented_knob(layer: dict[str, torch.Tens
 @pytest.mark.parametrize("kind", [KernelConfigForward, KernelConfigBackward_dX, KernelConfigBackward_dW])
 def test_each_config_has_the_documented_fields(kind: type[Any]) -> None:
     loads = {KernelConfigForward: "wx", KernelConfigBackward_dX: ("dy", "w"), KernelConfigBackward_dW: ("dy", "x")}
-    own = {f"use_tma_load_{one}" for one in loads[kind]}
+    own = {f"use_tma_load_{operand}" for operand in loads[kind]}
     common = {name for name in DOCUMENTED if "_load_" not in name and name != "debug"}
-    assert {one.name for one in dataclasses.fields(kind)} == {
+    assert {field.name for field in dataclasses.fields(kind)} == {
         *own,
         *common,
         "permute_x",
         "permute_y",
         "fuse_mul_post",
     }
-    made = kind(**{name: value for name, value in DOCUMENTED.items() if name in own | common})
-    assert (made.BLOCK_SIZE_M, made.num_stages, made.use_tma_store, made.flatten) == (64, 3, True, False)
+    config = kind(**{name: value for name, value in DOCUMENTED.items() if name in own | common})
+    assert (config.BLOCK_SIZE_M, config.num_stages, config.use_tma_store, config.flatten) == (64, 3, True, False)
 
 
 def test_signatures_are_the_documented_ones() -> None:
@@ -188,7 +188,7 @@ def test_signatures_are_the_documented_ones() -> None:
         "X, W, m_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post, kernel_config_fwd, "
         "kernel_config_bwd_dX, kernel_config_bwd_dW, autotune, is_first_gemm, dX_only, dW_only"
     )
-    fields = {one.name for one in dataclasses.fields(KernelConfigForward)}
+    fields = {field.name for field in dataclasses.fields(KernelConfigForward)}
     assert fields == {
         "BLOCK_SIZE_M",
         "BLOCK_SIZE_N",
@@ -207,14 +207,22 @@ def test_signatures_are_the_documented_ones() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: the emulated one is for machines without")
 def test_a_wish_becomes_the_nearest_config_of_a_bundle(clean_places: Path) -> None:
-    made.write(clean_places / "a.msgpack", {made.PROBLEM: [made.modelled(64, made.WIDE)]}, min_driver=OLD, tag="a")
+    small_bundles.write(
+        clean_places / "a.msgpack",
+        {small_bundles.PROBLEM: [small_bundles.modelled(64, small_bundles.WIDE)]},
+        min_driver=OLD,
+        tag="a",
+    )
     reload()
-    sizes = made.PROBLEM.E, made.PROBLEM.N, made.PROBLEM.K
+    sizes = small_bundles.PROBLEM.E, small_bundles.PROBLEM.N, small_bundles.PROBLEM.K
     with emulated(EmulatedGpu()):  # its driver is too old for what ships
-        for given, index in ((KernelConfigForward(16, 64, 128, 4, 3), made.NARROW), (KernelConfigForward(), made.ANY)):
-            found = unsloth._nearest(given, Op.FORWARD, DType.BF16, sizes, 0)
-            assert found.of(Fusion.NONE) == made.SPECS[index].config
-            assert unsloth._nearest(given, Op.FORWARD, DType.BF16, sizes, 0) is found  # looked up once
+        for config, index in (
+            (KernelConfigForward(16, 64, 128, 4, 3), small_bundles.NARROW),
+            (KernelConfigForward(), small_bundles.ANY),
+        ):
+            result = unsloth._nearest(config, Op.FORWARD, DType.BF16, sizes, 0)
+            assert result.of(Fusion.NONE) == small_bundles.SPECS[index].config
+            assert unsloth._nearest(config, Op.FORWARD, DType.BF16, sizes, 0) is result  # looked up once
         assert unsloth._nearest(KernelConfigBackward_dW(), Op.DW, DType.BF16, sizes, 0).configs == ()
 
 
@@ -223,8 +231,8 @@ def test_without_a_gpu_the_configs_are_the_ordinary_choices(caplog: pytest.LogCa
     unsloth._logged.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            found = get_or_autotune_moe_kernels(128, 2048, 768, 8, torch.bfloat16)
-    assert found == tuple(KernelPair(op) for op in Op)
+            configs = get_or_autotune_moe_kernels(128, 2048, 768, 8, torch.bfloat16)
+    assert configs == tuple(KernelPair(op) for op in Op)
     (record,) = caplog.records
     assert "no CUDA GPU here" in record.getMessage()
 
@@ -240,22 +248,22 @@ def overlay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_configs_are_kept_under_a_name(overlay: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = KernelConfigForward(64, 128, 64), KernelConfigBackward_dX(), KernelConfigBackward_dW()
+    configs = KernelConfigForward(64, 128, 64), KernelConfigBackward_dX(), KernelConfigBackward_dW()
     assert unsloth.load_cached_config("a layer") is None
-    unsloth.save_cached_config("a layer", *given, metadata={"seq_len": 8192})
+    unsloth.save_cached_config("a layer", *configs, metadata={"seq_len": 8192})
     for _ in range(2):
-        found = unsloth.load_cached_config("a layer")
-        assert found is not None
-        assert KernelConfigForward(**found["config_fwd"]) == given[0]
-        assert found["metadata"] == {"seq_len": 8192}
+        saved = unsloth.load_cached_config("a layer")
+        assert saved is not None
+        assert KernelConfigForward(**saved["config_fwd"]) == configs[0]
+        assert saved["metadata"] == {"seq_len": 8192}
         unsloth.clear_cache()  # the file stays
     (path,) = overlay.rglob("*.json")
     path.write_bytes(b"damaged")
     assert unsloth.load_cached_config("a layer") is None
     with pytest.raises(InputError, match="config_fwd is a int"):
-        unsloth.save_cached_config("b", 3, *given[1:])
+        unsloth.save_cached_config("b", 3, *configs[1:])
     with pytest.raises(InputError, match="what JSON can say"):
-        unsloth.save_cached_config("b", *given, metadata={"a": {1, 2}})
+        unsloth.save_cached_config("b", *configs, metadata={"a": {1, 2}})
     monkeypatch.setenv("UNSLOTH_MOE_DISABLE_AUTOTUNE", "1")
     reload()
     unsloth.save_cached_config("c", *get_or_autotune_moe_kernels(128, 2048, 768, 8, torch.bfloat16))

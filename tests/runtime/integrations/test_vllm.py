@@ -28,10 +28,10 @@ def test_whatever_fails_while_it_registers_the_engine_goes_on(
     monkeypatch.setenv("PRETUNED_VLLM", switch)
     PLUG_IN._logged.clear()
     register()
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == lines
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == lines
     if lines:
-        assert told[-1].startswith("pretuned: MoE layers stay with vLLM, as pretuned could not register: Mod")
-        assert told[-1].endswith(". PRETUNED_VLLM=0 switches pretuned off")
+        assert messages[-1].startswith("pretuned: MoE layers stay with vLLM, as pretuned could not register: Mod")
+        assert messages[-1].endswith(". PRETUNED_VLLM=0 switches pretuned off")
     if switch == "perhaps":
-        assert told[0] == "pretuned: PRETUNED_VLLM='perhaps' is neither 1, true, 0, false nor empty: taken as empty"
+        assert messages[0] == "pretuned: PRETUNED_VLLM='perhaps' is neither 1, true, 0, false nor empty: taken as empty"

@@ -1,4 +1,4 @@
-"""What the driver is called with, as a C compiler reads it: real variants, through a libcuda that tells.
+"""Calls of the driver, as a C compiler reads them: real variants, through a libcuda that records.
 
 The layouts and calling conventions are the machine's own, so this is what to run on a new kind of machine.
 """
@@ -32,17 +32,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("cc") is None, r
 
 def one_of_each() -> list[tuple[int, str]]:
     """The first variant of each list of arguments, op and layout of w: (index, name)."""
-    found: dict[object, tuple[int, str]] = {}
+    results: dict[object, tuple[int, str]] = {}
     with open_bundle(BUNDLE) as bundle:
-        for index, one in enumerate(bundle.variants()):
-            if not isinstance(one.op, RowOp) and Fusion.SILU not in one.fusion:
-                name = f"{one.op.value} {one.fusion.value} {Config.from_pairs(one.config)}"
-                found.setdefault((one.op, one.fusion, one.arguments, one.kernel), (index, name))
-    return list(found.values())
+        for index, variant in enumerate(bundle.variants()):
+            if not isinstance(variant.op, RowOp) and Fusion.SILU not in variant.fusion:
+                name = f"{variant.op.value} {variant.fusion.value} {Config.from_pairs(variant.config)}"
+                results.setdefault((variant.op, variant.fusion, variant.arguments, variant.kernel), (index, name))
+    return list(results.values())
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, dict[str, Any]]]:
+def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, dict[str, Any]]]:
     """Of each variant, by its index, what libcuda was called with, by the call."""
     folder = tmp_path_factory.mktemp("driver")
     source = Path(__file__).parents[2] / "support" / "libcuda.c"
@@ -56,13 +56,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, dict[s
         env=os.environ | {"LD_LIBRARY_PATH": f"{folder}:{path}" if path else str(folder)},
     )
     assert ran.returncode == 0, ran.stderr
-    found: dict[int, dict[str, dict[str, Any]]] = {}
+    results: dict[int, dict[str, dict[str, Any]]] = {}
     for line in map(json.loads, ran.stdout.splitlines()):
         if line["call"] == "variant":
-            calls = found[line["index"]] = {}
+            calls = results[line["index"]] = {}
         else:
             calls[line["call"]] = line
-    return found
+    return results
 
 
 def wanted(variant: Variant, memory: int) -> list[bytes | dict[str, Any]]:
@@ -100,29 +100,31 @@ def wanted(variant: Variant, memory: int) -> list[bytes | dict[str, Any]]:
         "flags": 0,
     }
     read = {"x": ((M, K), (a, 1)), "w": (w_sizes, (*strides_w, 1))}  # the sizes and strides that a kernel reads
-    found: list[bytes | dict[str, Any]] = []
+    results: list[bytes | dict[str, Any]] = []
     for name, kind in variant.arguments:
         if kind.startswith("desc"):
             rank = int(kind[4:])
             address, sizes, strides = maps[name]
-            box = next(one for one in variant.tensor_maps if one.argument == name)
-            found.append({"address": address, "sizes": sizes, "strides": strides, "map": box})
-            known = read.get(name) if not backward else None
-            sizes_told, strides_told = known if known is not None else ((0,) * rank, (1,) * rank)
-            found += [struct.pack("<i", size) for size in sizes_told]
-            found += [struct.pack("<q", stride) for stride in strides_told]
+            box = next(tensor_map for tensor_map in variant.tensor_maps if tensor_map.argument == name)
+            results.append({"address": address, "sizes": sizes, "strides": strides, "map": box})
+            expected = read.get(name) if not backward else None
+            sizes_told, strides_told = expected if expected is not None else ((0,) * rank, (1,) * rank)
+            results += [struct.pack("<i", size) for size in sizes_told]
+            results += [struct.pack("<q", stride) for stride in strides_told]
         elif kind == "ptr":
-            found.append(struct.pack("<Q", addresses[name]))
+            results.append(struct.pack("<Q", addresses[name]))
         elif kind == "i32":
-            found.append(struct.pack("<i", ints[name]))
+            results.append(struct.pack("<i", ints[name]))
         else:
-            found.append(struct.pack("<q", longs[name]))
-    return [*found, bytes(8), bytes(8)]
+            results.append(struct.pack("<q", longs[name]))
+    return [*results, bytes(8), bytes(8)]
 
 
 @pytest.mark.parametrize(("index", "name"), one_of_each(), ids=lambda value: str(value).replace(" ", "-"))
-def test_a_launch_is_what_the_driver_reads(index: int, name: str, told: dict[int, dict[str, dict[str, Any]]]) -> None:
-    calls = told[index]
+def test_a_launch_is_what_the_driver_reads(
+    index: int, name: str, launched: dict[int, dict[str, dict[str, Any]]]
+) -> None:
+    calls = launched[index]
     with open_bundle(BUNDLE) as bundle:
         variant = bundle.variant(index)
     assert calls["function"]["name"] == variant.entry
@@ -136,7 +138,7 @@ def test_a_launch_is_what_the_driver_reads(index: int, name: str, told: dict[int
     config = Config.from_pairs(variant.config)
     tiles = weight_tiles(N, K, E, config) if variant.op is Op.DW else most_tiles(M, E, N, config)
     assert launch["grid"] == [min(tiles, 2 * 132) if config.schedule is not Schedule.TILE else tiles, 1, 1]
-    parameters = [bytes.fromhex(one) for one in launch["parameters"]]
+    parameters = [bytes.fromhex(parameter) for parameter in launch["parameters"]]
     for got, want in zip(parameters, wanted(variant, launch["memory"]), strict=True):
         if isinstance(want, bytes):
             assert got == want

@@ -24,16 +24,18 @@ M, N, K = sum(COUNTS) + 7, 256, 384
 @pytest.fixture
 def gpu(clean_places: Path) -> Iterator[EmulatedGpu]:
     gemms, rows = search.of_training(90)
-    emulated_kernels.write(clean_places / "training.msgpack", [emulated_kernels.made(one) for one in (*gemms, *rows)])
-    with emulated(EmulatedGpu(H200)) as found:
+    emulated_kernels.write(
+        clean_places / "training.msgpack", [emulated_kernels.variant_and_code(spec) for spec in (*gemms, *rows)]
+    )
+    with emulated(EmulatedGpu(H200)) as gpu:
         reload()
-        yield found
+        yield gpu
 
 
 def launched(gpu: EmulatedGpu) -> list[Op | RowOp]:
-    """What calls launched since, and no self-test: that has a stream of its own."""
+    """Return the kernels launched since, without self-tests, which have a stream of their own."""
     own = current_stream(0)
-    seen = [one.code.op for one in (*gpu.passes, *gpu.launches) if one.stream == own]
+    seen = [row_kernel.code.op for row_kernel in (*gpu.passes, *gpu.launches) if row_kernel.stream == own]
     gpu.launches.clear()
     return list(dict.fromkeys(seen))
 
@@ -81,12 +83,12 @@ def test_weights_both_ways(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     w = torch.randn(2, N, K).to(dtype)
     for rows, columns in ((True, True), (True, False), (False, True)):
-        for weights, wanted, given in zip(
+        for weights, wanted, matrix in zip(
             fp8_codes.quantise_weights(w, rows=rows, columns=columns), (rows, columns), (w, w.mT), strict=True
         ):
             assert (weights is not None) == wanted
             if weights is not None:
-                codes, scale = by_torch.blocks(given)
+                codes, scale = by_torch.blocks(matrix)
                 assert torch.equal(weights.codes, codes)
                 assert torch.equal(weights.scale, scale)
         assert launched(gpu) == [RowOp.QUANTIZE_BLOCKS]

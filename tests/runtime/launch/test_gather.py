@@ -13,7 +13,7 @@ import torch
 from host_gpu import ALL, TOPK, Device, E, K, N, T
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made import ELF, H100, H200, ON_A100, ON_H100, ON_H200, Spec, bundle, measured, modelled, snapshot
+from small_bundles import ELF, H100, H200, ON_A100, ON_H100, ON_H200, Spec, bundle, measured, modelled, snapshot
 
 from pretuned.artifacts.codec import encode
 from pretuned.artifacts.publishing import publish
@@ -110,32 +110,35 @@ def book(
         PLAIN._replace(fusion=BOTH): silu[0],
         PLAIN._replace(fusion=Fusion.SILU): silu[1],
     }
-    choices = {one: [row] if isinstance(row, Choice) else row for one, row in rows.items() if row is not None}
-    made = bundle(choices, gpus=gpus, specs=specs, models=models)
+    choices = {problem: [row] if isinstance(row, Choice) else row for problem, row in rows.items() if row is not None}
+    published = bundle(choices, gpus=gpus, specs=specs, models=models)
     if has_pass:
-        made = made._replace(
-            variants=(*made.variants, a_pass()),
-            cubins=(*made.cubins, ELF),
-            kernels=(*made.kernels, Kernel("gather", ENTRIES["gather"].revision, hashlib.sha256(b"source").digest())),
+        published = published._replace(
+            variants=(*published.variants, a_pass()),
+            cubins=(*published.cubins, ELF),
+            kernels=(
+                *published.kernels,
+                Kernel("gather", ENTRIES["gather"].revision, hashlib.sha256(b"source").digest()),
+            ),
         )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "a.msgpack").unlink(missing_ok=True)
-    publish(folder / "a.msgpack", encode(made))
+    publish(folder / "a.msgpack", encode(published))
     return folder
 
 
 def beforehand(folder: Path, local: LocalGpu = ON_H200, rows: int = M, top_k: int = 8, **how: Any) -> int | None:
     """The variant of the plain product that runs, or None for the code that gathers."""
-    found = plans.rows_first(snapshot(folder), ON_LOAD, rows, local, top_k=top_k, **how)
-    return None if found is None else found.variant
+    decision = plans.rows_first(snapshot(folder), ON_LOAD, rows, local, top_k=top_k, **how)
+    return None if decision is None else decision.variant
 
 
 def why(folder: Path, local: LocalGpu = ON_H200, fusion: Fusion = Fusion.GATHER) -> str:
     """Why rows are gathered first, or on load."""
-    found = explain.rows_first(snapshot(folder), ON_LOAD, M, local, top_k=8, fusion=fusion, aligned=True)
-    assert found is not None
-    assert (None if found.chosen is None else found.chosen.index) == beforehand(folder, local, fusion=fusion)
-    return found.reason
+    decision = explain.rows_first(snapshot(folder), ON_LOAD, M, local, top_k=8, fusion=fusion, aligned=True)
+    assert decision is not None
+    assert (None if decision.chosen is None else decision.chosen.index) == beforehand(folder, local, fusion=fusion)
+    return decision.reason
 
 
 def pass_us(rows: int, K: int, itemsize: int, top_k: int, gpu: Gpu) -> float | None:
@@ -144,13 +147,13 @@ def pass_us(rows: int, K: int, itemsize: int, top_k: int, gpu: Gpu) -> float | N
 
 
 def test_the_passes_time_is_that_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = [one for one in json.loads(RESULTS.read_text())["cells"] if one["pass"] == "gather"]
+    cells = [cell for cell in json.loads(RESULTS.read_text())["cells"] if cell["pass"] == "gather"]
     shapes = {"qwen3-30b": (2048, 8), "mixtral-8x7b": (4096, 2), "gpt-oss-20b": (2880, 4)}
-    large = [one for one in cells if one["tokens"] >= 1024]
-    assert {one["model"] for one in large} == set(shapes)
-    for one in large:
-        H, k = shapes[one["model"]]
-        assert pass_us(one["tokens"] * k, H, 2, k, H200) == pytest.approx(one["us"]["ours"], rel=0.1)
+    large = [cell for cell in cells if cell["tokens"] >= 1024]
+    assert {cell["model"] for cell in large} == set(shapes)
+    for cell in large:
+        H, k = shapes[cell["model"]]
+        assert pass_us(cell["tokens"] * k, H, 2, k, H200) == pytest.approx(cell["us"]["ours"], rel=0.1)
     assert pass_us(M, 2048, 2, 8, H200) == pytest.approx(PASS_US)
     assert pass_us(M, 2048, 2, 8, H200._replace(name="NVIDIA H300")) is None
     once = pass_us(8 * M, 7168, 2, 8, H200)
@@ -213,9 +216,9 @@ def test_of_a_bundle_of_several_gpus_each_has_its_own_times_compared(tmp_path: P
     book(tmp_path, on_load, plain, gpus=(H100, H200), silu=(silu, None), specs=specs)
     assert (beforehand(tmp_path, ON_H100), beforehand(tmp_path, ON_H200)) == (None, 1)
     assert beforehand(tmp_path, ON_H200, fusion=Fusion.GATHER | Fusion.BIAS) == 3
-    both, found = PLAIN._replace(fusion=BOTH), snapshot(tmp_path)
-    assert plans.fused_silu(found, both, M, ON_H100, aligned=True, top_k=8) is not None
-    assert plans.fused_silu(found, both, M, ON_H200, aligned=True, top_k=8) is None
+    both, bundle_set = PLAIN._replace(fusion=BOTH), snapshot(tmp_path)
+    assert plans.fused_silu(bundle_set, both, M, ON_H100, aligned=True, top_k=8) is not None
+    assert plans.fused_silu(bundle_set, both, M, ON_H200, aligned=True, top_k=8) is None
 
 
 def test_preload_loads_what_is_faster_on_one_of_several_gpus(tmp_path: Path) -> None:
@@ -274,21 +277,21 @@ def test_where_the_plain_config_has_no_indexed_code_the_runner_up_s_runs(tmp_pat
 def test_silu_is_the_least_of_four(tmp_path: Path, us: tuple[float | None, ...], variant: int | None) -> None:
     assert 13 < PASS_US < 18
     on_load, plain, *silu = (
-        None if one is None else measured(M, at, one) for at, one in zip((0, 1, 4, 5), us, strict=True)
+        None if time_us is None else measured(M, at, time_us) for at, time_us in zip((0, 1, 4, 5), us, strict=True)
     )
     assert on_load is not None
     assert plain is not None
     book(tmp_path, on_load, plain, silu=(silu[0], silu[1]))
     asked = PLAIN._replace(fusion=BOTH)
     least_us = least_activation_us(asked, M, chip_named(H200.name))
-    found = explain.fused_silu(snapshot(tmp_path), asked, M, ON_H200, aligned=True, top_k=8)
+    decision = explain.fused_silu(snapshot(tmp_path), asked, M, ON_H200, aligned=True, top_k=8)
     options: dict[int | None, float] = {None: min(300.0, (us[1] or 0) + PASS_US) + least_us}
     options |= {4: us[2]} if us[2] is not None else {}
     options |= {5: us[3] + PASS_US} if us[3] is not None else {}
-    assert min(options, key=lambda one: options[one]) == variant  # (what the case above says)
-    assert (None if found.chosen is None else found.chosen.index) == variant, found.reason
-    told = examine(snapshot(tmp_path), asked, M, ON_H200, aligned=True, top_k=8)
-    assert told.gathered_first is (variant == 5 or (variant is None and (us[1] or 0) + PASS_US < 300))
+    assert min(options, key=lambda option: options[option]) == variant  # (what the case above says)
+    assert (None if decision.chosen is None else decision.chosen.index) == variant, decision.reason
+    explanation = examine(snapshot(tmp_path), asked, M, ON_H200, aligned=True, top_k=8)
+    assert explanation.gathered_first is (variant == 5 or (variant is None and (us[1] or 0) + PASS_US < 300))
     # rows that can't be gathered beforehand
     left = plans.fused_silu(snapshot(tmp_path), asked, M, ON_H200, aligned=True, top_k=0)
     assert left is None or left.variant == 4
@@ -296,22 +299,22 @@ def test_silu_is_the_least_of_four(tmp_path: Path, us: tuple[float | None, ...],
 
 def test_explain_tells_of_the_pass(tmp_path: Path) -> None:
     book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 200.0))
-    told = examine(snapshot(tmp_path), ON_LOAD, M, ON_H200, aligned=True, top_k=8)
-    assert told.gathered_first
-    assert told.chosen is not None
-    assert told.chosen.index == 1
-    assert "after a row kernel that gathers the rows of x" in str(told)
-    assert f"200.0 us measured and the row kernel {PASS_US:.1f} us, gathered on load 300.0 us" in told.reason
-    row = json.loads(json.dumps(told.to_dict()))
+    explanation = examine(snapshot(tmp_path), ON_LOAD, M, ON_H200, aligned=True, top_k=8)
+    assert explanation.gathered_first
+    assert explanation.chosen is not None
+    assert explanation.chosen.index == 1
+    assert "after a row kernel that gathers the rows of x" in str(explanation)
+    assert f"200.0 us measured and the row kernel {PASS_US:.1f} us, gathered on load 300.0 us" in explanation.reason
+    row = json.loads(json.dumps(explanation.to_dict()))
     assert row["gathered_first"] is True
-    assert [one["variant"] for one in row["candidates"]][:2] == [1, 0]
+    assert [candidate["variant"] for candidate in row["candidates"]][:2] == [1, 0]
     book(tmp_path, measured(M, 0, 200.0), measured(M, 1, 199.0))
-    told = examine(snapshot(tmp_path), ON_LOAD, M, ON_H200, aligned=True, top_k=8)
-    assert not told.gathered_first
-    assert told.chosen is not None
-    assert told.chosen.index == 0
-    assert "measured on this GPU, for this problem" in told.reason
-    assert "gathering rows first is not faster" in told.reason
+    explanation = examine(snapshot(tmp_path), ON_LOAD, M, ON_H200, aligned=True, top_k=8)
+    assert not explanation.gathered_first
+    assert explanation.chosen is not None
+    assert explanation.chosen.index == 0
+    assert "measured on this GPU, for this problem" in explanation.reason
+    assert "gathering rows first is not faster" in explanation.reason
     assert not examine(snapshot(tmp_path), PLAIN, M, ON_H200, aligned=True).gathered_first
 
 
@@ -322,41 +325,41 @@ def test_explain_takes_the_top_k_of_a_model_and_says_so(tmp_path: Path) -> None:
     asked = ON_LOAD._replace(fusion=Fusion.GATHER | Fusion.WEIGHT)  # a form that no plan has
     eight, two = (Model(name, 1, 1, k, DType.BF16, (PLAIN,)) for name, k in (("eight", 8), ("two", 2)))
 
-    def told(*models: Model, problem: Problem = ON_LOAD, top_k: int | None = None) -> tuple[bool, str | None]:
+    def decided_by(*models: Model, problem: Problem = ON_LOAD, top_k: int | None = None) -> tuple[bool, str | None]:
         book(tmp_path, *times, models=models)
-        found = examine(snapshot(tmp_path), problem, M, ON_H200, aligned=True, top_k=top_k)
-        if found.assumed is not None:
-            assert f"  assumed: {found.assumed}" in str(found)
-        return found.gathered_first, found.to_dict()["assumed"]
+        explanation = examine(snapshot(tmp_path), problem, M, ON_H200, aligned=True, top_k=top_k)
+        if explanation.assumed is not None:
+            assert f"  assumed: {explanation.assumed}" in str(explanation)
+        return explanation.gathered_first, explanation.to_dict()["assumed"]
 
-    assert told() == (False, "top_k=1, as no bundle has a model with this product")
-    assert told(eight) == (True, "top_k=8, as eight has")
-    assert told(eight, problem=asked)[1] == "top_k=8, as eight has"
+    assert decided_by() == (False, "top_k=1, as no bundle has a model with this product")
+    assert decided_by(eight) == (True, "top_k=8, as eight has")
+    assert decided_by(eight, problem=asked)[1] == "top_k=8, as eight has"
     turned = ON_LOAD._replace(layout=Layout.KN)  # a model has as many whichever way its weights lie
-    assert told(eight, problem=turned)[1] == "top_k=8, as eight has"
-    assert told(eight, two)[1] == "top_k=2, as two has; eight has 8"
-    assert told(eight, top_k=1) == (False, None)
-    assert told(top_k=8) == (True, None)
-    assert told(eight, problem=PLAIN) == (False, None)
-    assert told(eight, problem=ON_LOAD._replace(op=Op.DX))[1] is None
-    assert told(eight, problem=ON_LOAD._replace(top_k=4))[1] is None  # it says so itself
+    assert decided_by(eight, problem=turned)[1] == "top_k=8, as eight has"
+    assert decided_by(eight, two)[1] == "top_k=2, as two has; eight has 8"
+    assert decided_by(eight, top_k=1) == (False, None)
+    assert decided_by(top_k=8) == (True, None)
+    assert decided_by(eight, problem=PLAIN) == (False, None)
+    assert decided_by(eight, problem=ON_LOAD._replace(op=Op.DX))[1] is None
+    assert decided_by(eight, problem=ON_LOAD._replace(top_k=4))[1] is None  # it says so itself
     book(tmp_path, *times, models=(eight,), silu=(measured(M, 4, 500.0), None))
     gated = examine(snapshot(tmp_path), PLAIN._replace(fusion=BOTH), M, ON_H200, aligned=True)
     assert (gated.gathered_first, gated.assumed) == (True, "top_k=8, as eight has")
 
 
 def test_preload_loads_what_may_run_after_a_pass(tmp_path: Path) -> None:
-    def found(problem: Problem) -> set[int]:
+    def top_ks(problem: Problem) -> set[int]:
         return {index for _, index in preload.planned_for([(problem, M)], snapshot(tmp_path), ON_H200)}
 
     book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 200.0), silu=(measured(M, 4, 300.0), measured(M, 5, 190.0)))
-    assert found(ON_LOAD) == {1, 3, 4, 5}  # with a bias, and with silu, for whatever top_k
-    assert found(PLAIN) == {5}
+    assert top_ks(ON_LOAD) == {1, 3, 4, 5}  # with a bias, and with silu, for whatever top_k
+    assert top_ks(PLAIN) == {5}
     book(tmp_path, measured(M, 0, 300.0), measured(M, 1, 299.9))  # the row kernel takes more, whatever top_k is
-    assert found(ON_LOAD) == set()
+    assert top_ks(ON_LOAD) == set()
     book(tmp_path, measured(M, 0, 200.0), measured(M, 1, 200.0))
-    assert found(ON_LOAD) == set()
-    assert {(PLAIN._replace(fusion=one), M) for one in (Fusion.SILU, BOTH, Fusion.GATHER)} <= set(
+    assert top_ks(ON_LOAD) == set()
+    assert {(PLAIN._replace(fusion=fusion), M) for fusion in (Fusion.SILU, BOTH, Fusion.GATHER)} <= set(
         preload.cells_of(
             {PLAIN: [M]},
             snapshot(
@@ -403,7 +406,7 @@ def test_every_form_and_gradient_is_the_references(
     first.layout = Layout(layout)
     first.gathers_first((N, K))
     if there != "all":
-        first.there -= {RowOp.GATHER} if there == "no pass" else {one for one in ALL if one[1] is Fusion.SCATTER}
+        first.there -= {RowOp.GATHER} if there == "no pass" else {spec for spec in ALL if spec[1] is Fusion.SCATTER}
     tensors = host_gpu.tensors(permute_x=permute_x, weights=weights, bias=bias, layout=layout)
     form = {"permute_x": permute_x, "permute_y": permute_y, "w_layout": layout}
     first.visible = False
@@ -466,7 +469,7 @@ def test_any_index_gives_what_the_code_that_gathers_gives(
                 )
             )
     if not (permute_y or zero_tail or into):
-        results = [one[written] for one in results]
+        results = [result[written] for result in results]
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
@@ -523,18 +526,18 @@ def test_rows_that_are_not_dense_are_gathered_on_load(first: Device, monkeypatch
 
 def test_the_scratch_is_of_the_call(first: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is allocated for each launch, [M, K], and nothing that is kept holds it."""
-    made: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
     empty = torch.empty_strided
 
     def spy(size: tuple[int, ...], *rest: Any, **how: Any) -> torch.Tensor:
-        made.append(tuple(size))
+        shapes.append(tuple(size))
         return empty(size, *rest, **how)
 
     x, w, index = torch.randn(T, K), torch.randn(E, N, K), torch.arange(T * TOPK)
     new_empty = torch.Tensor.new_empty
 
     def spy_new(self: torch.Tensor, size: tuple[int, ...], **how: Any) -> torch.Tensor:
-        made.append(tuple(size))
+        shapes.append(tuple(size))
         return new_empty(self, size, **how)
 
     monkeypatch.setattr(torch, "empty_strided", spy)
@@ -542,17 +545,17 @@ def test_the_scratch_is_of_the_call(first: Device, monkeypatch: pytest.MonkeyPat
     for _ in range(3):
         with torch.no_grad():
             grouped_gemm(x, w, torch.tensor([3, 0, 5, 6]), TOPK, index, permute_x=True)
-    assert made.count((T * TOPK, K)) == 3
-    (ready,) = (one for one in dispatch_snapshot.snapshot().launchers.values() if one.gather is not None)
-    assert not any(isinstance(one, torch.Tensor) for one in ready)
+    assert shapes.count((T * TOPK, K)) == 3
+    (ready,) = (launcher for launcher in dispatch_snapshot.snapshot().launchers.values() if launcher.gather is not None)
+    assert not any(isinstance(field, torch.Tensor) for field in ready)
 
 
 def test_an_index_is_brought_into_range() -> None:
     for kind in (torch.int32, torch.int64):
         index = torch.tensor([-5, 0, 13, 14, 2**31 - 1], dtype=kind)
-        found = gather.in_range(index, torch.empty(7, 1), 2)
-        assert found.dtype is kind
-        assert found.tolist() == [0, 0, 13, 13, 13]
+        got = gather.in_range(index, torch.empty(7, 1), 2)
+        assert got.dtype is kind
+        assert got.tolist() == [0, 0, 13, 13, 13]
 
 
 def test_an_index_into_no_rows_launches_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

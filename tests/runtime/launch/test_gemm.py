@@ -1,4 +1,4 @@
-"""What a launch of code with silu in its epilogue is told: the descriptor of half of the columns, and flags."""
+"""Arguments of a launch with silu in its epilogue: the descriptor of half of the columns, and flags."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CONFIG = Config(128, 128, 64, 8, 6, loads=Loads.TMA, schedule=Schedule.COOPERATI
 @pytest.fixture
 def gpu() -> Iterator[EmulatedGpu]:
     """Whose launches store nothing."""
-    with emulated(EmulatedGpu()) as found:
-        found.computes = False
-        yield found
+    with emulated(EmulatedGpu()) as gpu:
+        gpu.computes = False
+        yield gpu
 
 
 def load(gpu: EmulatedGpu, fusion: Fusion, w_kn: bool = False) -> gemm.LoadedKernel:
@@ -78,7 +78,7 @@ def test_an_argument_that_an_entry_declares_is_given(gpu: EmulatedGpu) -> None:
     kernel = gpu.load(Spec(Op.FORWARD, DType.FP8_CHANNEL_A16, config))
     launcher = gemm.product_launcher(kernel, N=N, K=2 * K, E=E, m_sizes_step=1)
     at = {"y": 12288, "m_sizes": 20480, "x": 4096, "w": 8192, "w_outer": 24576}
-    operands = {name: one for name, one in at.items() if name not in ("y", "m_sizes")}
+    operands = {name: address for name, address in at.items() if name not in ("y", "m_sizes")}
     launcher(at["y"], at["m_sizes"], 0, **operands, stride_x_m=2 * K, stride_y_m=N, M=M)
     run = launcher.bind(stride_x_m=2 * K, stride_y_m=N)
     run(M, 0, *(at.get(name, 0) for name in launcher.operands))
@@ -88,7 +88,7 @@ def test_an_argument_that_an_entry_declares_is_given(gpu: EmulatedGpu) -> None:
     assert words == [at["y"], at["w_outer"], N]
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda one: one.name)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_each_descriptor_of_a_kernel_has_a_shape(kernel: KernelEntry) -> None:
     """And what it is of: a row of the descriptor's box has as many dimensions."""
     sizes = dict.fromkeys(("N", "K", "E", "R", "w_rows", "stride_w_e", "stride_w_row"), 1024)

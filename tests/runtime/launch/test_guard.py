@@ -18,9 +18,9 @@ pytestmark = pytest.mark.skipif(program._TensorGuards is None, reason="this torc
 
 
 def guard(x: torch.Tensor = X, w: torch.Tensor = W, m_sizes: torch.Tensor = SIZES) -> program.Guard:
-    made = program.guard(x, w, m_sizes)
-    assert made is not None
-    return made
+    guard = program.guard(x, w, m_sizes)
+    assert guard is not None
+    return guard
 
 
 def test_it_lets_the_same_kind_through() -> None:
@@ -88,6 +88,6 @@ def test_a_torch_without_guards_goes_without(monkeypatch: pytest.MonkeyPatch) ->
     def refuses(*_: object, **__: object) -> Callable[..., bool]:
         raise TypeError
 
-    for made in (None, refuses):
-        monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", made)
+    for entry in (None, refuses):
+        monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", entry)
         assert copy_of(program).guard(X, W, SIZES) is None

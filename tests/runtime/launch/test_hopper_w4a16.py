@@ -1,4 +1,4 @@
-"""What launches of products with quantised weights are told: addresses, descriptors, sizes and how many programs."""
+"""Arguments of launches with quantised weights: addresses, descriptors, sizes and the number of programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_driver import EmulatedGpu, Launch
-from emulated_kernels import bundle_of, made
+from emulated_kernels import bundle_of, variant_and_code
 from host_gpu import Device, Replay, install_candidates_bundle, replays
 
 from pretuned.artifacts.codec import encode
@@ -32,7 +32,7 @@ from pretuned.runtime.ops.products import with_low_part
 E, N, K, T, TOPK = 4, 256, 384, 40, 3
 FEW = Config(16, 64, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.W4A16)
 MANY = Config(128, 256, 128, 8, 3, loads=Loads.TMA, schedule=Schedule.W4A16, rows=TileRows.FITTED)
-ZERO = sorted(ZERO_DTYPES, key=lambda one: one.value)
+ZERO = sorted(ZERO_DTYPES, key=lambda dtype: dtype.value)
 QUANTISED = [*map(DType, CODES), *ZERO, DType.MXFP8]
 SMS = 132
 
@@ -42,7 +42,7 @@ def spec_of(dtype: DType, fusion: Fusion = Fusion.NONE, config: Config = FEW, op
 
 
 def record(dtype: DType, fusion: Fusion = Fusion.NONE, config: Config = FEW, op: Op = Op.FORWARD) -> Variant:
-    return made(spec_of(dtype, fusion, config, op))[0]
+    return variant_and_code(spec_of(dtype, fusion, config, op))[0]
 
 
 @pytest.fixture
@@ -205,13 +205,13 @@ def use(device: Device, driver: EmulatedGpu) -> Use:
 
     def only(dtype: DType) -> None:
         specs = [spec_of(dtype, fusion) for fusion in (Fusion.NONE, Fusion.SCATTER)]
-        device.publish(encode(bundle_of(map(made, [*specs, RowOpSpec(RowOp.GATHER, DType.BF16)]))))
+        device.publish(encode(bundle_of(map(variant_and_code, [*specs, RowOpSpec(RowOp.GATHER, DType.BF16)]))))
 
     return only
 
 
 def gathers(driver: EmulatedGpu) -> list[Launch]:
-    return [one for one in driver.launches if one.code.op is RowOp.GATHER]
+    return [launch for launch in driver.launches if launch.code.op is RowOp.GATHER]
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)
@@ -223,7 +223,7 @@ def test_a_plain_call(driver: EmulatedGpu, use: Use, dtype: DType) -> None:
     (launch,) = driver.products
     read = launch.words
     scale, outer = w.kernel_scale, w.outer_scale
-    addresses = {name: one[0] for name, one in launch.descriptors.items()}
+    addresses = {name: descriptor[0] for name, descriptor in launch.descriptors.items()}
     assert addresses["x"] == x.data_ptr()
     assert addresses["w"] == w.codes.data_ptr()
     assert addresses.get("w_scale") == (None if scale is None else scale.data_ptr())
@@ -290,7 +290,7 @@ def test_rows_are_gathered_before_the_product(driver: EmulatedGpu, use: Use) -> 
 def test_a_preference_is_asked_for_and_leaves_rows_to_be_gathered_before(device: Device, driver: EmulatedGpu) -> None:
     """The pair that tuning on demand has returned: by which config, and nothing else, the kernel is to be."""
     specs = [spec_of(DType.MXFP4, fusion, config) for fusion in (Fusion.NONE, Fusion.SCATTER) for config in (FEW, MANY)]
-    device.publish(encode(bundle_of(map(made, [*specs, RowOpSpec(RowOp.GATHER, DType.BF16)]))))
+    device.publish(encode(bundle_of(map(variant_and_code, [*specs, RowOpSpec(RowOp.GATHER, DType.BF16)]))))
     w = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4").prepare()
     index, m_sizes = torch.randperm(T * TOPK).to(torch.int32), torch.full((E,), T * TOPK // E, dtype=torch.int32)
     x = torch.randn(T, K).bfloat16()
@@ -310,7 +310,7 @@ def test_a_preference_is_asked_for_and_leaves_rows_to_be_gathered_before(device:
                     kernel_config_fwd=pair,
                     is_first_gemm=first,
                 )
-            assert [one.code.config for one in driver.products] == [wanted.pairs()] * 2
+            assert [product.code.config for product in driver.products] == [wanted.pairs()] * 2
             assert len(gathers(driver)) == 2 * first
 
 
@@ -354,7 +354,7 @@ def test_calls_that_come_again_are_replayed_of_prepared_weights(driver: Emulated
     def gathered() -> torch.Tensor:
         return grouped_gemm(x, w, m_sizes, topk=TOPK, gather_indices=index, permute_x=True, permute_y=True)
 
-    with replays(lambda one: replayed.append(one.M)):
+    with replays(lambda call: replayed.append(call.M)):
         for call in (plain, gathered):
             replayed.clear()
             call()  # written down
@@ -363,7 +363,7 @@ def test_calls_that_come_again_are_replayed_of_prepared_weights(driver: Emulated
             y = call()
             assert replayed == [T * TOPK]
             again = driver.products[-1].words
-            same = {name: one for name, one in again.items() if name not in ("y", "x", "y_map")}
+            same = {name: word for name, word in again.items() if name not in ("y", "x", "y_map")}
             assert same == {name: first[name] for name in same}
             assert again["y"] == y.data_ptr()
         replayed.clear()
@@ -376,19 +376,19 @@ def test_a_layer_of_quantised_weights_is_replayed(device: Device, driver: Emulat
     use(DType.MXFP4)
     ops = (RowOp.GATHER, RowOp.ACTIVATION, RowOp.COMBINE)
     specs = [spec_of(DType.MXFP4, fusion) for fusion in (Fusion.NONE, Fusion.SCATTER)]
-    device.publish(encode(bundle_of(map(made, [*specs, *(RowOpSpec(op, DType.BF16) for op in ops)]))))
+    device.publish(encode(bundle_of(map(variant_and_code, [*specs, *(RowOpSpec(op, DType.BF16) for op in ops)]))))
     replayed: list[int] = []
     up = ExpertWeights.quantize(torch.randn(E, 2 * N, K), "mxfp4").prepare()
     down = ExpertWeights.quantize(torch.randn(E, K, N), "mxfp4").prepare()
     ids, weights = torch.randint(0, E, (T, TOPK)), torch.rand(T, TOPK)
-    with replays(lambda one: replayed.append(one.M)):
+    with replays(lambda call: replayed.append(call.M)):
         for tokens in (T, T, T - 1):  # of one bucket
             moe_mlp(torch.randn(tokens, K).bfloat16(), up, down, ids[:tokens], weights[:tokens])
     assert replayed == [T * TOPK, (T - 1) * TOPK]
-    every = [one.words for one in driver.products]
-    assert len(every) == 6
-    assert [read["w"] for read in every[::2]] == [every[0]["w"]] * 3
-    assert [read["M"] for read in every] == [T * TOPK] * 4 + [(T - 1) * TOPK] * 2
+    words = [product.words for product in driver.products]
+    assert len(words) == 6
+    assert [read["w"] for read in words[::2]] == [words[0]["w"]] * 3
+    assert [read["M"] for read in words] == [T * TOPK] * 4 + [(T - 1) * TOPK] * 2
 
 
 @pytest.fixture
@@ -396,30 +396,30 @@ def adapt(use: Use, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Has products of mxfp4 find code that adds a low-rank part, among the candidates."""
     use(DType.MXFP4)
     specs = [spec_of(DType.MXFP4, Fusion.LOW_RANK, MANY, op) for op in (Op.FORWARD, Op.DX)]
-    install_candidates_bundle(monkeypatch, tmp_path, encode(bundle_of(map(made, specs))))
+    install_candidates_bundle(monkeypatch, tmp_path, encode(bundle_of(map(variant_and_code, specs))))
 
 
 @pytest.mark.usefixtures("adapt")
 def test_an_adapter_s_columns_are_part_of_a_product_of_codes(driver: EmulatedGpu) -> None:
     """Of gathered rows with a bias, too: they are gathered before."""
     w, M, r = ExpertWeights.quantize(torch.randn(E, N, K), "mxfp4").prepare(), T * TOPK, 16
-    one = LowRank(torch.randn(E, r, K).bfloat16(), torch.randn(E, N, r).bfloat16(), 1.0)
+    low = LowRank(torch.randn(E, r, K).bfloat16(), torch.randn(E, N, r).bfloat16(), 1.0)
     x, u, bias = torch.randn(T, K).bfloat16(), torch.randn(M, r).bfloat16(), torch.randn(E, N).bfloat16()
     index, m_sizes = torch.randperm(M).to(torch.int32), torch.full((E,), M // E, dtype=torch.int32)
     call = Rows(Op.FORWARD, x, w, m_sizes, Layout.NK, M, index, TOPK, bias=bias, loose=True)
-    y = product(call, one, u)
+    y = product(call, low, u)
     (launch,) = driver.products
     read = launch.words
     assert (len(gathers(driver)), launch.code.fusion) == (1, Fusion.LOW_RANK)
     assert (read["bias"], read["y"], int(read["flags"]) & 15) == (bias.data_ptr(), y.data_ptr(), 8)
-    assert (read["low_x"].address, read["low_w"].address) == (u.data_ptr(), one.B.data_ptr())
-    product(call, one, u)
+    assert (read["low_x"].address, read["low_w"].address) == (u.data_ptr(), low.B.data_ptr())
+    product(call, low, u)
     assert len(driver.products) == 2
     v = torch.randn(M, r).bfloat16()
-    product(Rows(Op.DX, torch.randn(M, N).bfloat16(), w, m_sizes, Layout.NK, M), one, v)
+    product(Rows(Op.DX, torch.randn(M, N).bfloat16(), w, m_sizes, Layout.NK, M), low, v)
     back = driver.products[-1]
     assert back.code.op is Op.DX
-    assert (back.words["low_x"].address, back.words["low_w"].address) == (v.data_ptr(), one.A.data_ptr())
+    assert (back.words["low_x"].address, back.words["low_w"].address) == (v.data_ptr(), low.A.data_ptr())
 
 
 @pytest.mark.usefixtures("adapt")
@@ -457,16 +457,16 @@ def test_a_call_with_an_adapter_is_one_launch_each_way(driver: EmulatedGpu, zero
     m_sizes = torch.full((E,), (M - 1) // E, dtype=torch.int32)
     y = grouped_gemm(x, w, m_sizes, bias=bias, zero_tail=zero_tail, lora=Lora(A, B, 0.5))
     grads = torch.autograd.grad(y, (x, A, B), torch.randn_like(y))
-    assert [one.shape for one in grads] == [x.shape, A.shape, B.shape]
-    assert [one.kind for one in driver.products] == [(Op.FORWARD, Fusion.LOW_RANK), (Op.DX, Fusion.LOW_RANK)]
-    forward, back = (one.words for one in driver.products)
+    assert [grad.shape for grad in grads] == [x.shape, A.shape, B.shape]
+    assert [product.kind for product in driver.products] == [(Op.FORWARD, Fusion.LOW_RANK), (Op.DX, Fusion.LOW_RANK)]
+    forward, back = (product.words for product in driver.products)
     assert (forward["y"], forward["bias"], forward["R"], forward["M"]) == (y.data_ptr(), bias.data_ptr(), 8, M)
     assert (int(forward["flags"]), int(back["flags"])) == (8 | (16 if zero_tail else 0), 16)
     assert (back["y"], back["bias"], back["R"]) == (grads[0].data_ptr(), 0, 8)
 
 
 def aligned_as(w: ExpertWeights) -> list[int]:
-    return [0 if one is None else one.data_ptr() % 16 for one in operands_of(w).values()]
+    return [0 if tensor is None else tensor.data_ptr() % 16 for tensor in operands_of(w).values()]
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)

@@ -1,4 +1,4 @@
-"""What launches of products of codes are told, and of the pass before them: addresses, descriptors, sizes.
+"""Arguments of launches that multiply codes, and of the row kernel before them: addresses, descriptors, sizes.
 
 The kernels are made up and the driver is read; on the CPU, as in test_hopper_w4a16.py.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from emulated_driver import EmulatedGpu, emulated
-from emulated_kernels import made
+from emulated_kernels import variant_and_code
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records import DType, Fusion, Op, RowOp
@@ -53,7 +53,7 @@ def launcher(
 def test_the_records_here_are_ones_that_could_be_launched() -> None:
     for config in (CONFIG, BY_ROW, FEW):
         for fusion in (Fusion.NONE, Fusion.SCATTER):
-            assert unlaunchable(made(spec_of(fusion, config))[0]) is None
+            assert unlaunchable(variant_and_code(spec_of(fusion, config))[0]) is None
 
 
 @pytest.mark.parametrize("any_address", [True, False])
@@ -65,9 +65,12 @@ def test_descriptors_of_tensors_that_move(driver: EmulatedGpu, any_address: bool
         for move in (0, 65536, 1 << 40):
             moved = {"x": 4096 + move, "x_scale": 8192 + move}
             launch(20480 + move, 24576, 0, **moved, w=12288, w_scale=16384, stride_y_m=N + 16, M=M)
-            found = driver.launches[-1].descriptors
-            assert {name: one[0] for name, one in found.items()} == moved | {"w": 12288, "y_map": 20480 + move}
-            assert found["x"][1] == (M, K)
+            descriptors = driver.launches[-1].descriptors
+            assert {name: descriptor[0] for name, descriptor in descriptors.items()} == moved | {
+                "w": 12288,
+                "y_map": 20480 + move,
+            }
+            assert descriptors["x"][1] == (M, K)
             seen.append(len(driver.encoded))
     assert seen == ([8, 8, 8, 10, 10, 10, 10, 10, 10] if any_address else [8, 11, 14, 16, 18, 20, 20, 20, 20])
 
@@ -80,13 +83,13 @@ def test_the_words_of_a_launch(driver: EmulatedGpu) -> None:
     assert launched == again
     assert len(driver.encoded) == 8  # and elsewhere, if only the address differs: the second launch fills it in
     programs, read = launched.grid, launched.words
-    assert {name: one[:2] for name, one in launched.descriptors.items()} == {
+    assert {name: descriptor[:2] for name, descriptor in launched.descriptors.items()} == {
         "x": (4096, (M, K)),
         "w": (12288, (K // 64, E * N // 64, 4, 256)),
         "x_scale": (8192, (K // 128, 304)),
         "y_map": (20480, (*RAGGED_SIZES, N)),
     }
-    strides = {name: one[2] for name, one in launched.descriptors.items()}
+    strides = {name: descriptor[2] for name, descriptor in launched.descriptors.items()}
     assert (strides["x"], strides["x_scale"]) == ((K,), (304,))
     assert strides["w"] == (1024, K // 64 * 1024, 256)
     assert programs == min(SMS, ((M - E) // 128 + E) * 3)
@@ -117,7 +120,7 @@ def test_the_words_of_a_launch_with_a_scale_a_row(driver: EmulatedGpu, config: C
     blocks = (E * N // 64, K // 64 * 4, 256)
     y_map = {"y_map": (20480, (*RAGGED_SIZES, N))} if config is BY_ROW else {}
     wanted = {"x": (4096, (M, K)), "w": (12288, blocks), **y_map}
-    assert {name: one[:2] for name, one in launched.descriptors.items()} == wanted
+    assert {name: descriptor[:2] for name, descriptor in launched.descriptors.items()} == wanted
     assert len(driver.encoded) == 2 * len(wanted)  # and elsewhere: the second launch fills in the address
     assert launched.descriptors["w"][2] == (K // 64 * 1024, 256)
     tiles = ((M - E) // config.block_m + E) * -(-N // config.block_n)
@@ -239,8 +242,8 @@ def test_codes_and_their_scales_fit_the_memory_that_is_made_for_them() -> None:
 def test_a_product_of_codes_reads_the_scales_as_they_are() -> None:
     w = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_block").prepare()
     assert operands_of(w)["w_plain_scale"] is w.scale
-    given = [one for one in operands_of(w).values() if one is not None]
-    assert len({one.data_ptr() for one in given}) == len(given)  # a program tells its tensors apart by that
+    tensors = [tensor for tensor in operands_of(w).values() if tensor is not None]
+    assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)  # a program tells its tensors apart by that
     as_stored = ExpertWeights.quantize(torch.randn(E, N, K), "fp8_channel")
-    given = [one for one in operands_of(as_stored).values() if one is not None]
-    assert len({one.data_ptr() for one in given}) == len(given)
+    tensors = [tensor for tensor in operands_of(as_stored).values() if tensor is not None]
+    assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)

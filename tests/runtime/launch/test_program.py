@@ -35,14 +35,14 @@ def arithmetic(
     """y = f(x, w) by a launch into new memory, then twice the sum of its rows by torch."""
     y = executor.new(x, (ROWS, 3))
     executor.run(launched(seen), ROWS, {"x": x, "y": y.zero_(), "w": w})
-    made = executor.new(x, (ROWS // 2,), torch.float64, per=2)
-    executor.run(launched(seen), ROWS, {"x": y, "y": made, "w": None})
-    total: torch.Tensor = executor.call(lambda one: one.sum(0) * 2, y)
+    tensor = executor.new(x, (ROWS // 2,), torch.float64, per=2)
+    executor.run(launched(seen), ROWS, {"x": y, "y": tensor, "w": None})
+    total: torch.Tensor = executor.call(lambda tensor: tensor.sum(0) * 2, y)
     return total
 
 
-def recorded(executor: Recorder, found: torch.Tensor | None) -> program.Program | None:
-    return executor.program(found)
+def recorded(executor: Recorder, result: torch.Tensor | None) -> program.Program | None:
+    return executor.program(result)
 
 
 def test_at_once_and_written_down_it_does_the_same_and_then_again_on_others() -> None:
@@ -50,17 +50,17 @@ def test_at_once_and_written_down_it_does_the_same_and_then_again_on_others() ->
     x, w = torch.zeros(ROWS, 3), torch.zeros(2)
     arithmetic(EAGER, seen, x, w)
     executor = Recorder(ROWS, (x, w), varies=False)
-    made = recorded(executor, arithmetic(executor, seen, x, w))
-    assert made is not None
-    assert [one.name for one in made.steps] == ["a launch"] * 2
+    recording = recorded(executor, arithmetic(executor, seen, x, w))
+    assert recording is not None
+    assert [step.name for step in recording.steps] == ["a launch"] * 2
     assert seen[0][:3] == seen[2][:3] == (ROWS, 7, x.data_ptr())
     assert seen[0][4] == seen[2][4] == w.data_ptr()
     assert seen[2][3] == seen[3][2] != seen[3][3]  # the first one's result is the second's operand
     assert seen[3][4] == 0
     other, more = torch.zeros(ROWS, 3), torch.zeros(2)
-    (found,) = made.run(ROWS, 9, (other, more))
-    assert found is not None
-    assert found.shape == (3,)
+    (result,) = recording.run(ROWS, 9, (other, more))
+    assert result is not None
+    assert result.shape == (3,)
     assert seen[4][:3] == (ROWS, 9, other.data_ptr())
     assert seen[4][4] == more.data_ptr()
     assert seen[5][2] == seen[4][3]
@@ -69,8 +69,8 @@ def test_at_once_and_written_down_it_does_the_same_and_then_again_on_others() ->
 def test_it_keeps_no_tensor() -> None:
     x = torch.zeros(ROWS, 3)
     executor = Recorder(ROWS, (x, None), varies=False)
-    made = recorded(executor, arithmetic(executor, [], x, None))
-    assert made is not None
+    recording = recorded(executor, arithmetic(executor, [], x, None))
+    assert recording is not None
     there = weakref.ref(x)
     del x, executor
     gc.collect()
@@ -81,20 +81,22 @@ def test_memory_that_nothing_reads_any_more_is_given_back() -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     x = torch.zeros(ROWS, 3)
 
-    def noted(one: torch.Tensor) -> torch.Tensor:
-        alive.append(weakref.ref(one))
-        return one.clone()
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(weakref.ref(tensor))
+        return tensor.clone()
 
     executor = Recorder(ROWS, (x,), varies=False)
     first = executor.call(noted, x)
     second = executor.call(noted, first)
-    made = recorded(executor, executor.call(lambda one: one + sum(ref() is not None for ref in alive[-2:]), second))
+    recording = recorded(
+        executor, executor.call(lambda tensor: tensor + sum(ref() is not None for ref in alive[-2:]), second)
+    )
     del first, second
-    assert made is not None
+    assert recording is not None
     alive.clear()
-    (found,) = made.run(ROWS, 0, (x,))
-    assert found is not None
-    assert found.eq(1).all()  # x alone is there; in the first run its copy was, too
+    (result,) = recording.run(ROWS, 0, (x,))
+    assert result is not None
+    assert result.eq(1).all()  # x alone is there; in the first run its copy was, too
 
 
 def leaves_the_launches(executor: Recorder, x: torch.Tensor) -> torch.Tensor:
@@ -112,13 +114,13 @@ def returns_what_is_not_of_it(executor: Recorder, x: torch.Tensor) -> torch.Tens
 
 
 def fills_by_other_means(executor: Recorder, x: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = executor.new(x, (ROWS, 1))
-    return made.zero_()
+    tensor: torch.Tensor = executor.new(x, (ROWS, 1))
+    return tensor.zero_()
 
 
 def reads_a_view(executor: Recorder, x: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = executor.call(lambda one: one + 1, x.view(-1))
-    return made
+    result: torch.Tensor = executor.call(lambda tensor: tensor + 1, x.view(-1))
+    return result
 
 
 def is_of_another_number_of_rows(executor: Recorder, x: torch.Tensor) -> torch.Tensor:
@@ -160,10 +162,10 @@ def test_of_any_number_of_rows_it_has_no_size_of_the_first(monkeypatch: pytest.M
     y, half = executor.new(x, (ROWS, 5)), executor.new(x, (ROWS // 2, 5), per=2)
     same = executor.new(x, (ROWS, 2), per=0)
     executor.run(launched([]), ROWS, {"x": y, "y": half, "w": same})
-    made = executor.program(y, half, None, same)
-    assert made is not None
-    found = made.run(10, 0, (x,))
-    assert [None if one is None else tuple(one.shape) for one in found] == [(10, 5), (5, 5), None, (ROWS, 2)]
+    recording = executor.program(y, half, None, same)
+    assert recording is not None
+    results = recording.run(10, 0, (x,))
+    assert [None if tensor is None else tuple(tensor.shape) for tensor in results] == [(10, 5), (5, 5), None, (ROWS, 2)]
 
 
 def of_weights(executor: EagerExecutor, seen: list[tuple[int, ...]], x: torch.Tensor) -> torch.Tensor:
@@ -177,10 +179,10 @@ def test_sizes_that_are_functions_of_the_rows() -> None:
     seen: list[tuple[int, ...]] = []
     x = torch.zeros(ROWS, 3)
     executor = Recorder(ROWS, (x,), varies=True)
-    made = executor.program(of_weights(executor, seen, x))
-    assert made is not None
+    recording = executor.program(of_weights(executor, seen, x))
+    assert recording is not None
     for rows in (2, 7, 2):
-        (y,) = made.run(rows, 7, [torch.zeros(rows, 3)])
+        (y,) = recording.run(rows, 7, [torch.zeros(rows, 3)])
         assert y is not None
         assert (y.shape, y.stride(), y.dtype) == ((3, 2 * rows + 1), (2 * rows + 1, 1), torch.float64)
         assert seen[-1][3] == y.data_ptr()

@@ -14,10 +14,10 @@ import proving
 import pytest
 import torch
 from emulated_driver import EmulatedGpu, Launch, emulated, forget
-from emulated_kernels import made
+from emulated_kernels import variant_and_code
 from host_gpu import SPECIALIZED
-from made import L40S, ON_A100, ON_H200, ON_L40S, Spec, measured, modelled, write
 from rowops_in_numpy import PASSES, at
+from small_bundles import L40S, ON_A100, ON_H200, ON_L40S, Spec, measured, modelled, write
 
 from pretuned.artifacts.bundle_file import open_bundle
 from pretuned.artifacts.errors import CudaError
@@ -55,8 +55,8 @@ every_form = pytest.mark.parametrize(
 
 @pytest.fixture
 def gpu() -> Iterator[EmulatedGpu]:
-    with emulated(EmulatedGpu()) as found:
-        yield found
+    with emulated(EmulatedGpu()) as gpu:
+        yield gpu
 
 
 def code(
@@ -104,13 +104,13 @@ def test_wrong_code_is_found_and_what_it_did_is_reported(op: Op, fusion: Fusion,
 
 
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.DW])
-@pytest.mark.parametrize(("spoil", "told"), [(row_before, "[-1, "), (nan_of_another, "is nan, wanted")])
+@pytest.mark.parametrize(("spoil", "message"), [(row_before, "[-1, "), (nan_of_another, "is nan, wanted")])
 def test_memory_beside_the_result_and_rows_of_nan_are_looked_at(
-    op: Op, spoil: Callable[..., None], told: str, gpu: EmulatedGpu
+    op: Op, spoil: Callable[..., None], message: str, gpu: EmulatedGpu
 ) -> None:
     kernel = code(gpu, op, Fusion.NONE, Layout.NK, 16)
     proving.spoil(gpu, kernel.variant.cubin_sha256, spoil)
-    assert told in str(proof.tried(kernel))
+    assert message in str(proof.tried(kernel))
 
 
 def test_what_lies_beside_the_rows_stays_and_is_tested(gpu: EmulatedGpu) -> None:
@@ -143,9 +143,9 @@ def row_kernel(gpu: EmulatedGpu, op: RowOp, alignment: int) -> LoadedKernel:
     return gpu.load(RowOpSpec(op, dtype, alignment))
 
 
-def exchanged(one: int, other: int) -> Callable[[list[int]], list[int]]:
+def exchanged(first: int, other: int) -> Callable[[list[int]], list[int]]:
     def changed(words: list[int]) -> list[int]:
-        words[one], words[other] = words[other], words[one]
+        words[first], words[other] = words[other], words[first]
         return words
 
     return changed
@@ -158,7 +158,7 @@ def fixed(place: int, value: float) -> Callable[[list[int]], list[int]]:
 @pytest.mark.parametrize("op", [RowOp.ACTIVATION, RowOp.ACTIVATION_GRAD])
 @pytest.mark.parametrize(
     ("kind", "change"),
-    [("swiglu", exchanged(one, other)) for one, other in [(0, 1), (0, 2), (1, 2), (2, 3)]]
+    [("swiglu", exchanged(first, other)) for first, other in [(0, 1), (0, 2), (1, 2), (2, 3)]]
     + [("situ", exchanged(2, 3)), ("situ", fixed(3, 0.0)), ("swiglustep", fixed(0, float("inf")))]
     + [("swiglu", fixed(place, value)) for place, value in [(0, 7.0), (1, 1.702), (1, 1.0), (2, 1.0), (2, 0.0)]],
 )
@@ -274,12 +274,12 @@ def test_code_that_does_nothing_is_found_whatever_it_is(name: str) -> None:
     with open_bundle(SHIPPED / f"{name}.msgpack") as file, emulated(EmulatedGpu(sm=file.target.sm)) as gpu:
         gpu.know(SHIPPED / f"{name}.msgpack")
         gpu.computes = False
-        for i, one in enumerate(file.variants()):
-            kind = one.op, one.dtype, one.layout, one.fusion, one.alignment, one.kernel
+        for i, variant in enumerate(file.variants()):
+            kind = variant.op, variant.dtype, variant.layout, variant.fusion, variant.alignment, variant.kernel
             if kind not in kinds:
                 kinds.add(kind)
                 before = len(gpu.launches)
-                wrong = proof.tried(load_kernel(one, file.cubin(i), 0, 132, name))
+                wrong = proof.tried(load_kernel(variant, file.cubin(i), 0, 132, name))
                 assert wrong is not None
                 assert "wrong" in wrong, wrong
                 assert len(gpu.launches) > before, wrong
@@ -291,8 +291,8 @@ def test_shipped_code_for_tested_capabilities_is_tested_and_other_code_is_not() 
     for path in sorted(SHIPPED.glob("*.msgpack")):
         with open_bundle(path) as file:
             here = LocalGpu(file.target.sm, Gpu("a GPU", 100, 1 << 16, 13000))
-            found = {loader.tested_on(file, i, one, here) for i, one in enumerate(file.variants())}
-            assert found == (set(file.gpus) if file.gpus else {None}), path.name
+            results = {loader.tested_on(file, i, variant, here) for i, variant in enumerate(file.variants())}
+            assert results == (set(file.gpus) if file.gpus else {None}), path.name
             untested = path.stem == "weights-sm90"  # whose self-tests run before their first use
             assert bool(file.gpus) == (file.target.sm == 90 and not untested), path.name
 
@@ -307,9 +307,9 @@ def test_a_measured_choice_judges_its_variant_and_its_runner_up_alone(tmp_path: 
             with open_bundle(path) as file:
                 if asked:
                     file.find(host_problem())
-                found = [loader.tested_on(file, i, one, there) for i, one in enumerate(file.variants())]
+                results = [loader.tested_on(file, i, variant, there) for i, variant in enumerate(file.variants())]
                 # What no choice names is run by this project's own tests on 9.0.
-                assert found == [there.gpu, there.gpu, None, there.gpu if sm == 90 else None]
+                assert results == [there.gpu, there.gpu, None, there.gpu if sm == 90 else None]
                 for elsewhere in (ON_L40S, LocalGpu(86, there.gpu)):
                     assert loader.tested_on(file, 0, file.variant(0), elsewhere) is None
 
@@ -335,7 +335,7 @@ class Machine(EmulatedGpu):
     @property
     def tried(self) -> list[Launch]:
         """The first launch of each self-test, which has a stream of its own."""
-        return list({one.stream: one for one in reversed(self.launches) if one.stream}.values())[::-1]
+        return list({launch.stream: launch for launch in reversed(self.launches) if launch.stream}.values())[::-1]
 
     def anew(self, *, driver: int = L40S.driver) -> None:
         """Another process begins."""
@@ -350,14 +350,14 @@ class Machine(EmulatedGpu):
             proving.spoil(self, digest(tag, index), spoil)
 
     def call(self, rows: int = M) -> bool:
-        """Whether a product is right."""
+        """Return True if a product is right."""
         x, w, m_sizes = operands(rows)
         y = grouped_gemm(x, w, m_sizes)
         return torch.allclose(y, reference.forward(x, w, m_sizes), rtol=1e-4, atol=1e-4)
 
 
 def product_code(index: int, tag: str = "a") -> tuple[Variant, bytes]:
-    return made(KernelSpec(Op.FORWARD, DType.FP32, (TILE, SMALL)[index]), 89, tag)
+    return variant_and_code(KernelSpec(Op.FORWARD, DType.FP32, (TILE, SMALL)[index]), 89, tag)
 
 
 def digest(tag: str, index: int) -> bytes:
@@ -380,7 +380,7 @@ def machine(clean_places: Path) -> Iterator[Machine]:
 
 
 def configs(machine: Machine) -> list[Config]:
-    return [Config.from_pairs(one.code.config) for one in machine.tried]
+    return [Config.from_pairs(launch.code.config) for launch in machine.tried]
 
 
 def test_a_first_use_proves_code_and_no_later_one_does(machine: Machine) -> None:
@@ -407,7 +407,7 @@ def test_wrong_code_is_left_out_told_once_and_remembered(machine: Machine, caplo
     assert machine.call(rows=300)  # another bucket
     assert configs(machine) == [TILE, SMALL]
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    for told in (
+    for message in (
         "left out from now on",
         "rows forward fp32 w=nk",
         "block_m=64",
@@ -419,7 +419,7 @@ def test_wrong_code_is_left_out_told_once_and_remembered(machine: Machine, caplo
         "y[0, 2] is",
         "Please file this line",
     ):
-        assert told in line
+        assert message in line
     assert "\n" not in line
     caplog.clear()
     machine.anew()
@@ -455,7 +455,7 @@ def test_in_a_graph_capture_nothing_is_tried_and_nothing_unproven_runs(machine: 
 
 
 def test_a_pass_that_is_not_tested_is_asked_for_again_after_a_capture(machine: Machine) -> None:
-    combine = made(RowOpSpec(RowOp.COMBINE, DType.FP32), 89)
+    combine = variant_and_code(RowOpSpec(RowOp.COMBINE, DType.FP32), 89)
     emulated_kernels.write(machine.folder / "b.msgpack", [combine], sm=89)
     machine.anew()
     machine.capturing = True
@@ -465,7 +465,7 @@ def test_a_pass_that_is_not_tested_is_asked_for_again_after_a_capture(machine: M
     with open_bundle(machine.folder / "b.msgpack") as file:
         assert loader.tested_on(file, 0, combine[0], machine.local) is None
     assert launcher(RowOp.COMBINE, DType.FP32, 0, aligned=True) is not None
-    assert [one.code.op for one in machine.tried] == [RowOp.COMBINE]
+    assert [launch.code.op for launch in machine.tried] == [RowOp.COMBINE]
 
 
 def test_it_can_be_switched_off(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,14 +494,14 @@ def test_what_was_measured_on_this_capability_is_used_as_it_is(machine: Machine)
 
 
 def test_explain_says_what_is_known(machine: Machine) -> None:
-    told = explain(PROBLEM, M=M)
-    assert told.self_test == "never run on this capability: tested before its first use, outside a graph capture"
+    explanation = explain(PROBLEM, M=M)
+    assert explanation.self_test == "never run on this capability: tested before its first use, outside a graph capture"
     assert machine.call()
-    told = explain(PROBLEM, M=M)
-    assert told.self_test is not None
-    assert told.self_test.startswith("passed its self-test on this GPU on 20")
-    assert f"test: {told.self_test}" in str(told)
-    assert told.to_dict()["self_test"] == told.self_test
+    explanation = explain(PROBLEM, M=M)
+    assert explanation.self_test is not None
+    assert explanation.self_test.startswith("passed its self-test on this GPU on 20")
+    assert f"test: {explanation.self_test}" in str(explanation)
+    assert explanation.to_dict()["self_test"] == explanation.self_test
 
 
 def test_preload_proves_what_it_loads(machine: Machine) -> None:
@@ -585,11 +585,11 @@ def test_ranks_that_leave_out_other_code_have_other_fingerprints(machine: Machin
 
 
 def test_two_threads_prove_code_once(machine: Machine) -> None:
-    found: list[bool] = []
-    threads = [threading.Thread(target=lambda: found.append(machine.call())) for _ in range(4)]
+    results: list[bool] = []
+    threads = [threading.Thread(target=lambda: results.append(machine.call())) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [True] * 4
+    assert results == [True] * 4
     assert configs(machine) == [TILE]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_driver import H200, EmulatedGpu, emulated
-from emulated_kernels import DRIVER, bundle_of, made
+from emulated_kernels import DRIVER, bundle_of, variant_and_code
 from host_gpu import publish_alone, warnings
 
 from pretuned.artifacts.errors import InputError
@@ -35,7 +35,7 @@ def spec_of(problem: Problem, alignment: int) -> Spec:
 
 
 def record(problem: Problem, alignment: int) -> Variant:
-    return made(spec_of(problem, alignment))[0]
+    return variant_and_code(spec_of(problem, alignment))[0]
 
 
 class Gpu80(EmulatedGpu):
@@ -47,7 +47,7 @@ class Gpu80(EmulatedGpu):
         self.publish()
 
     def publish(self, more: Iterable[Spec] = ()) -> None:
-        dtypes = dict.fromkeys(DType(one) for one in (*FORMATS, "fp8_block_a16", "fp8_channel_a16"))
+        dtypes = dict.fromkeys(DType(format) for format in (*FORMATS, "fp8_block_a16", "fp8_channel_a16"))
         kinds = [(Op.FORWARD, Layout.STORED), (Op.DX, Layout.STORED), (Op.DX, Layout.NK)]
         specs = [
             Spec(op, dtype, TILE, layout, fusion, alignment)
@@ -56,29 +56,29 @@ class Gpu80(EmulatedGpu):
             for fusion in GATHERS
             for alignment in ((16, 1) if layout is Layout.STORED else (16,))
         ]
-        publish_alone(self.folder, bundle_of([made(one, self.sm) for one in [*specs, *more]], sm=self.sm))
+        publish_alone(self.folder, bundle_of([variant_and_code(spec, self.sm) for spec in [*specs, *more]], sm=self.sm))
 
     def is_hopper(self) -> None:
         """Become an H200, whose bundle has a faster kernel for prepared weights, too."""
         self.gpu, self.sm = H200, 90
-        self.publish(Spec(Op.FORWARD, DType(one), FEW) for one in FORMATS)
+        self.publish(Spec(Op.FORWARD, DType(format), FEW) for format in FORMATS)
 
     @property
     def asked(self) -> list[Problem]:
-        """What was launched, with the sizes that the launch had."""
-        found = []
-        for one in self.products:
-            N, K = (one.words[name] for name in (("N", "K") if one.code.op is Op.FORWARD else ("K", "N")))
-            code = one.code
-            found.append(Problem(Op(code.op), code.dtype, one.words["E"], N, K, code.layout, code.fusion))
-        return found
+        """Return the launched problems, with the sizes that the launches had."""
+        results = []
+        for product in self.products:
+            N, K = (product.words[name] for name in (("N", "K") if product.code.op is Op.FORWARD else ("K", "N")))
+            code = product.code
+            results.append(Problem(Op(code.op), code.dtype, product.words["E"], N, K, code.layout, code.fusion))
+        return results
 
 
 @pytest.fixture
 def gpu(clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu80]:
     monkeypatch.setenv("PRETUNED_DISABLE_SELF_TEST", "1")
-    with emulated(Gpu80(clean_places)) as found:
-        yield found  # type: ignore[misc]
+    with emulated(Gpu80(clean_places)) as gpu:
+        yield gpu  # type: ignore[misc]
 
 
 def weights(format: str, rows: int = N, columns: int = K) -> ExpertWeights:
@@ -106,7 +106,7 @@ def test_a_forward_reads_the_checkpoint_s_codes(gpu: Gpu80, format: str) -> None
     wanted = {"x": x, "w": w.codes, "w_scale": scale, "y": y, "m_sizes": m_sizes}
     wanted |= {"w_zero": w.zero} if w.zero is not None else {}
     wanted |= {"w_outer": w.global_scale} if w.global_scale is not None else {}
-    assert {name: read[name] for name in wanted} == {name: one.data_ptr() for name, one in wanted.items()}
+    assert {name: read[name] for name in wanted} == {name: tensor.data_ptr() for name, tensor in wanted.items()}
     assert {"w_zero", "w_outer"} & read.keys() == {"w_zero", "w_outer"} & wanted.keys()
     assert [read[name] for name in ("M", "N", "K", "E", "stride_x_m", "stride_y_m")] == [T, N, K, E, K, N]
     assert programs == ((T - E) // 16 + E) * (N // 64)
@@ -144,14 +144,14 @@ def test_weights_prepared_for_another_gpu_stay_and_torch_multiplies(gpu: Gpu80) 
     wanted = torch.bmm(x.view(E, T // E, K).float(), w.dequantize(torch.float32).mT).flatten(0, 1)
     torch.testing.assert_close(y.float(), wanted, rtol=2e-2, atol=2e-1)
     grouped_gemm(x, w.restore(), counts())
-    assert [one.layout for one in gpu.asked] == [Layout.STORED]
+    assert [problem.layout for problem in gpu.asked] == [Layout.STORED]
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "int4_g32_zp"])
 def test_dx_reads_prepared_codes(gpu: Gpu80, format: str) -> None:
     w = weights(format).prepare()
     grouped_gemm_dX(torch.randn(T, N).bfloat16(), w, counts())
-    assert [(one.op, one.layout) for one in gpu.asked] == [(Op.DX, Layout.NK)]
+    assert [(problem.op, problem.layout) for problem in gpu.asked] == [(Op.DX, Layout.NK)]
     (launch,) = gpu.products
     read = launch.words
     assert (read["w"], read["w_scale"]) == (w.codes.data_ptr(), w.plain_scale.data_ptr())  # type: ignore[union-attr]
@@ -172,7 +172,7 @@ def test_an_operator_leaves_codes_as_they_are(gpu: Gpu80, monkeypatch: pytest.Mo
         else:
             torch.ops.pretuned.grouped_gemm_quantised(x, *parts, None, *rest, False, False)
         assert torch.equal(w.codes, before)
-    assert Layout.STORED in {one.layout for one in gpu.asked if one.dtype is DType.MXFP4}
+    assert Layout.STORED in {problem.layout for problem in gpu.asked if problem.dtype is DType.MXFP4}
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -182,15 +182,15 @@ def test_no_call_changes_weights_and_a_line_says_that_prepared_ones_are_faster(
     gpu.is_hopper()
     quantised._advised.clear()
     w = weights(format)
-    before = [one.view(torch.uint8).clone() for one in w.tensors().values()]
-    at = [one.data_ptr() for one in w.tensors().values()]
+    before = [tensor.view(torch.uint8).clone() for tensor in w.tensors().values()]
+    at = [tensor.data_ptr() for tensor in w.tensors().values()]
     with caplog.at_level("WARNING"):
         for _ in range(2):
             grouped_gemm(torch.randn(T, K).bfloat16(), w, counts())
             grouped_gemm_dX(torch.randn(T, N).bfloat16(), w, counts())
     assert all(torch.equal(a.view(torch.uint8), b) for a, b in zip(w.tensors().values(), before, strict=True))
-    assert at == [one.data_ptr() for one in w.tensors().values()]
-    assert {one.layout for one in gpu.asked} == {Layout.STORED}
+    assert at == [tensor.data_ptr() for tensor in w.tensors().values()]
+    assert {problem.layout for problem in gpu.asked} == {Layout.STORED}
     wanted = [
         f"pretuned: {format} weights run on the portable kernel; w = w.prepare(), once after loading, has a faster"
     ]
@@ -208,7 +208,7 @@ def test_weights_that_cannot_be_prepared_are_read_as_they_are_in_silence(
     with caplog.at_level("WARNING"):
         grouped_gemm(torch.randn(T, K).bfloat16(), w, counts())
     assert not warnings(caplog)
-    assert [one.layout for one in gpu.asked] == [Layout.STORED]
+    assert [problem.layout for problem in gpu.asked] == [Layout.STORED]
     w.scale[0, 0, 0] = 120
     assert w.prepare().order == 1
 
@@ -219,7 +219,7 @@ def test_what_is_no_whole_line_has_code_of_its_own(gpu: Gpu80, rows: int, column
     grouped_gemm(torch.randn(T, columns).bfloat16(), w, counts())
     (launch,) = gpu.products
     spec = Spec(Op.FORWARD, DType.MXFP4, TILE, Layout.STORED, alignment=alignment)
-    assert launch.digest == made(spec, 80)[0].cubin_sha256
+    assert launch.digest == variant_and_code(spec, 80)[0].cubin_sha256
 
 
 def test_other_x_is_torch_s(gpu: Gpu80) -> None:
@@ -273,21 +273,23 @@ def test_codes_by_codes_where_that_is_faster(gpu: Gpu80, format: str) -> None:
     gpu.gpu, gpu.sm = L40S, 89  # which multiplies e4m3
     specs = [spec_of(problem, 16), *(Spec(op, other, TILE, Layout.STORED) for op in (Op.FORWARD, Op.DX))]
     times = {problem: (0, 1.0), problem._replace(dtype=other): (1, 1000.0)}
-    choices = {one: [Choice(32, index, Source.MEASURED, int(us * 1000), gpu=0)] for one, (index, us) in times.items()}
-    publish_alone(gpu.folder, bundle_of([made(one, 89) for one in specs], choices, sm=89, gpus=[L40S]))
+    choices = {
+        problem: [Choice(32, index, Source.MEASURED, int(us * 1000), gpu=0)] for problem, (index, us) in times.items()
+    }
+    publish_alone(gpu.folder, bundle_of([variant_and_code(spec, 89) for spec in specs], choices, sm=89, gpus=[L40S]))
     w, x, m_sizes = weights(format), torch.randn(T, K).bfloat16(), counts()
     y = grouped_gemm(x, w, m_sizes)
     (launch,) = gpu.products
     programs, read = launch.grid, launch.words
     assert launch.code.entry == "w8a8"
     wanted = {"x": x, "w": w.codes, "w_scale": w.scale, "y": y, "m_sizes": m_sizes}
-    assert {name: read[name] for name in wanted} == {name: one.data_ptr() for name, one in wanted.items()}
+    assert {name: read[name] for name in wanted} == {name: tensor.data_ptr() for name, tensor in wanted.items()}
     assert [read[name] for name in ("M", "N", "K", "E", "stride_x_m", "stride_y_m")] == [T, N, K, E, K, N]
     assert programs == ((T - E) // 16 + E) * (N // 64)
     assert w.order == 0
     grouped_gemm_dX(torch.randn(T, N).bfloat16(), w, m_sizes)
     grouped_gemm(x, weights(other.value), m_sizes)
-    assert [one.dtype for one in gpu.asked] == [DType(format), other, other]
+    assert [problem.dtype for problem in gpu.asked] == [DType(format), other, other]
 
 
 @pytest.mark.parametrize("alignment", [16, 1])
@@ -301,13 +303,13 @@ def test_codes_by_codes_are_tested_of_an_x_that_the_kernel_quantises(dtype: DTyp
     assert (on.w.order, on.w.format, on.scale, on.x.dtype) == (0, dtype.value, None, torch.bfloat16)
     multiples = divisibility(Spec(Op.FORWARD, dtype, TILE, Layout.STORED, Fusion.NONE, alignment))
     assert columns % multiples.get("N", 1) == reduction % multiples.get("K", 1) == 0
-    given, read = on.x.float(), on.x_values
-    assert torch.equal(given.isnan().any(1), read.isnan().any(1))
-    rows = ~given.isnan().any(1)
-    assert 1e-2 < float((given - read)[rows].norm() / given[rows].norm()) < 4e-2
+    plain, read = on.x.float(), on.x_values
+    assert torch.equal(plain.isnan().any(1), read.isnan().any(1))
+    rows = ~plain.isnan().any(1)
+    assert 1e-2 < float((plain - read)[rows].norm() / plain[rows].norm()) < 4e-2
     # Midway between two codes either is right: a division has the one, a product with the inverse the other.
     wide = 128 if dtype is DType.FP8_BLOCK else reduction
-    groups = torch.nn.functional.pad(given[rows], (0, -reduction % wide)).abs().unflatten(1, (-1, wide))
+    groups = torch.nn.functional.pad(plain[rows], (0, -reduction % wide)).abs().unflatten(1, (-1, wide))
     codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     between = (codes[1:] + codes[:-1]) / 2
     scaled = (groups / groups.amax(2, keepdim=True) * 448).flatten()
@@ -335,10 +337,10 @@ def test_what_autotune_measures_of_quantised_weights(
     w, x = weights(format), torch.randn(T, K).bfloat16()
     w = w.prepare() if ordered else w
     with emulated(EmulatedGpu(sm=sm)):
-        *found, dx = quantised.problems_of(w, x, Fusion.GATHER, Fusion.NONE)
+        *problems, dx = quantised.problems_of(w, x, Fusion.GATHER, Fusion.NONE)
         assert quantised.problems_of(w, x.half(), Fusion.GATHER, Fusion.NONE) == ()
     form = Fusion.NONE if ordered else Fusion.GATHER
-    assert found == [Problem(Op.FORWARD, DType(one), E, N, K, layout, form) for one in forwards]
+    assert problems == [Problem(Op.FORWARD, DType(name), E, N, K, layout, form) for name in forwards]
     assert (dx.op, dx.dtype, dx.layout) == (Op.DX, DType(forwards[-1]), layout)
 
 
@@ -347,20 +349,20 @@ def test_each_dtype_is_tuned_by_itself(gpu: Gpu80) -> None:
     gpu.gpu, gpu.sm = L40S, 89
     reload()
     asked: list[tuple[tuple[Problem, ...], int, int]] = []
-    hooks.register_tuner(lambda *given: asked.append(given))
+    hooks.register_tuner(lambda *args: asked.append(args))
     grouped_gemm(torch.randn(T, K).bfloat16(), weights("fp8_block"), counts(), autotune=True)
-    found = tuple(
+    result = tuple(
         Problem(op, DType(dtype), E, N, K, Layout.STORED)
         for op, dtype in ((Op.FORWARD, "fp8_block"), (Op.FORWARD, "fp8_block_a16"), (Op.DX, "fp8_block_a16"))
     )
-    assert asked == [(found[:1], T, 0), (found[1:], T, 0)]
+    assert asked == [(result[:1], T, 0), (result[1:], T, 0)]
 
 
 def test_a_first_call_in_a_capture_derives_scales_as_a_part_of_it(gpu: Gpu80) -> None:
     """Each look at them makes others then: a launch names them without one."""
     gpu.capturing = True
-    made = weights("int4_g32")
-    w = ExpertWeights.int4(made.codes, made.scale.half())
+    built = weights("int4_g32")
+    w = ExpertWeights.int4(built.codes, built.scale.half())
     grouped_gemm(torch.randn(T, K).bfloat16(), w, counts())
     assert w.derived is None
     (launch,) = gpu.products

@@ -28,28 +28,28 @@ SHIPPED = Path(pretuned.artifacts.__file__).parent / "bundles" / "catalogue-sm90
 def specialised(op: Op, fusion: Fusion) -> Variant:
     with open_bundle(SHIPPED) as bundle:
         return next(
-            one
-            for one in bundle.variants()
-            if one.op is op and one.fusion is fusion and dict(one.config).get("specialized")
+            variant
+            for variant in bundle.variants()
+            if variant.op is op and variant.fusion is fusion and dict(variant.config).get("specialized")
         )
 
 
 def in_turns(op: Op) -> LoadedKernel:
     with open_bundle(SHIPPED) as bundle:
         variant = next(
-            one
-            for one in bundle.variants()
-            if one.op is op
-            and not one.fusion
-            and dict(one.config).get("pingpong")
-            and not transposed(op, Config.from_pairs(one.config))
+            variant
+            for variant in bundle.variants()
+            if variant.op is op
+            and not variant.fusion
+            and dict(variant.config).get("pingpong")
+            and not transposed(op, Config.from_pairs(variant.config))
         )
     return load(variant)
 
 
 def load(variant: Variant) -> LoadedKernel:
     with open_bundle(SHIPPED) as bundle:
-        index = next(i for i, one in enumerate(bundle.variants()) if one == variant)
+        index = next(i for i, other in enumerate(bundle.variants()) if other == variant)
         return gemm.load_kernel(variant, bundle.cubin(index), 0, 132, "what ships")
 
 
@@ -59,18 +59,18 @@ Launched = Callable[..., tuple[int, dict[str, Any]]]
 @pytest.fixture(autouse=True)
 def gpu() -> Iterator[EmulatedGpu]:
     """Whose launches store nothing."""
-    with emulated(EmulatedGpu()) as found:
-        found.know(SHIPPED)
-        found.computes = False
-        yield found
+    with emulated(EmulatedGpu()) as gpu:
+        gpu.know(SHIPPED)
+        gpu.computes = False
+        yield gpu
 
 
 @pytest.fixture
 def launched(gpu: EmulatedGpu) -> Launched:
     """Launches a kernel of a variant on words: its programs, and what it reads by name."""
 
-    def launch(variant: Variant, made: Launcher, **words: int) -> tuple[int, dict[str, Any]]:
-        made(16, 16, 0, **words)
+    def launch(variant: Variant, launcher: Launcher, **words: int) -> tuple[int, dict[str, Any]]:
+        launcher(16, 16, 0, **words)
         return gpu.launches[-1].grid, gpu.launches[-1].words
 
     return launch
@@ -103,13 +103,13 @@ def test_dw_takes_what_its_steps_can_be_counted_in() -> None:
 def plain(*, persistent: bool) -> Variant:
     with open_bundle(SHIPPED) as bundle:
         return next(
-            one
-            for one in bundle.variants()
-            if one.op is Op.FORWARD
-            and not one.fusion
-            and one.alignment == 16
-            and not dict(one.config)["specialized"]
-            and bool(dict(one.config)["persistent"]) is persistent
+            variant
+            for variant in bundle.variants()
+            if variant.op is Op.FORWARD
+            and not variant.fusion
+            and variant.alignment == 16
+            and not dict(variant.config)["specialized"]
+            and bool(dict(variant.config)["persistent"]) is persistent
         )
 
 
@@ -136,16 +136,16 @@ def test_programs_of_one_tile_are_2_26() -> None:
 def test_programs_that_clear_rows_come_on_top(index_end: int, more: int, launched: Launched) -> None:
     with open_bundle(SHIPPED) as bundle:
         variant = next(
-            one
-            for one in bundle.variants()
-            if one.op is Op.FORWARD
-            and clears(one.fusion, Config.from_pairs(one.config))
-            and not dict(one.config)["specialized"]
+            variant
+            for variant in bundle.variants()
+            if variant.op is Op.FORWARD
+            and clears(variant.fusion, Config.from_pairs(variant.config))
+            and not dict(variant.config)["specialized"]
         )
     kernel = load(variant)
     programs = []
     for zero_tail in (False, True):
-        made = gemm.product_launcher(
+        launcher = gemm.product_launcher(
             kernel,
             N=64,
             K=64,
@@ -153,24 +153,26 @@ def test_programs_that_clear_rows_come_on_top(index_end: int, more: int, launche
             m_sizes_step=1,
             fused=gemm.Fused(Fusion.SCATTER, zero_tail=zero_tail),
         )
-        programs.append(launched(variant, made, **GIVEN, index_end=index_end)[0])
+        programs.append(launched(variant, launcher, **GIVEN, index_end=index_end)[0])
     assert programs[1] == programs[0] + more
     with pytest.raises(InputError, match="split the batch"):
-        made(16, 16, 0, **GIVEN | {"M": ((1 << 26) - 4) * dict(variant.config)["block_m"] + 4, "index_end": index_end})
+        launcher(
+            16, 16, 0, **GIVEN | {"M": ((1 << 26) - 4) * dict(variant.config)["block_m"] + 4, "index_end": index_end}
+        )
 
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_specialised_code_has_a_warp_for_it(beside: bool, launched: Launched) -> None:
     with open_bundle(SHIPPED) as bundle:
         variant = next(
-            one
-            for one in bundle.variants()
-            if one.op is Op.FORWARD and one.fusion == Fusion.SCATTER and dict(one.config)["specialized"]
+            variant
+            for variant in bundle.variants()
+            if variant.op is Op.FORWARD and variant.fusion == Fusion.SCATTER and dict(variant.config)["specialized"]
         )
     kernel = load(variant)
     ran = []
     for zero_tail in (False, True):
-        made = gemm.product_launcher(
+        launcher = gemm.product_launcher(
             kernel,
             N=64,
             K=64,
@@ -178,8 +180,8 @@ def test_specialised_code_has_a_warp_for_it(beside: bool, launched: Launched) ->
             m_sizes_step=1,
             fused=gemm.Fused(Fusion.SCATTER, zero_tail=zero_tail, few=False, beside=beside),
         )
-        assert made.zeroes is (zero_tail and beside)
-        ran.append(launched(variant, made, **GIVEN, index_end=4096))
+        assert launcher.zeroes is (zero_tail and beside)
+        ran.append(launched(variant, launcher, **GIVEN, index_end=4096))
     assert ran[0][0] == ran[1][0], "no more programs"
     assert (ran[0][1] != ran[1][1]) is beside, "it is told"
 
@@ -189,18 +191,18 @@ def test_code_that_cannot_clear_is_not_told_to(what: str, launched: Launched) ->
     with open_bundle(SHIPPED) as bundle:
         code = Fusion.GATHER if what == "gathers" else Fusion.SCATTER
         variant = next(
-            one
-            for one in bundle.variants()
-            if one.op is Op.FORWARD
-            and one.fusion == code
-            and one.alignment == 16
-            and not dict(one.config)["specialized"]
-            and bool(dict(one.config)["persistent"]) is (what == "persistent")
+            variant
+            for variant in bundle.variants()
+            if variant.op is Op.FORWARD
+            and variant.fusion == code
+            and variant.alignment == 16
+            and not dict(variant.config)["specialized"]
+            and bool(dict(variant.config)["persistent"]) is (what == "persistent")
         )
     kernel = load(variant)
     flags = []
     for zero_tail in (False, True):
-        made = gemm.product_launcher(
+        launcher = gemm.product_launcher(
             kernel,
             N=64,
             K=64,
@@ -208,8 +210,8 @@ def test_code_that_cannot_clear_is_not_told_to(what: str, launched: Launched) ->
             m_sizes_step=1,
             fused=gemm.Fused(code | Fusion.SCATTER, zero_tail=zero_tail, few=what != "many rows"),
         )
-        assert not made.zeroes
-        flags.append(launched(variant, made, **GIVEN, index_end=16)[1]["flags"])
+        assert not launcher.zeroes
+        flags.append(launched(variant, launcher, **GIVEN, index_end=16)[1]["flags"])
     assert flags[0] == flags[1] == (code | Fusion.SCATTER).value
 
 
@@ -244,13 +246,13 @@ def test_columns_that_a_tile_of_dw_can_be_told_by() -> None:
 @pytest.mark.parametrize("op", Op)
 def test_more_columns_are_left_to_other_variants(op: Op) -> None:
     """The cost model would choose pingpong for nearly all such products."""
-    found = snapshot.Snapshot([])
-    found.add(open_bundle(SHIPPED))
+    bundle_set = snapshot.Snapshot([])
+    bundle_set.add(open_bundle(SHIPPED))
     h200 = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 13000))
     for columns, turns in ((192 << 20, True), ((192 << 20) + 8, False)):
         problem = Problem(op, DType.BF16, 1, *((columns, 8) if op is Op.FORWARD else (8, columns)))
-        view = found.view(h200, installed=True)
-        ranked = modelled(found, problem, 128, h200, view, aligned=True)
-        along = [one.config for one in ranked if not transposed(op, one.config)]
-        assert any(one.schedule is Schedule.PINGPONG for one in along) is turns
+        view = bundle_set.view(h200, installed=True)
+        ranked = modelled(bundle_set, problem, 128, h200, view, aligned=True)
+        along = [config.config for config in ranked if not transposed(op, config.config)]
+        assert any(config.schedule is Schedule.PINGPONG for config in along) is turns
         assert ranked

@@ -12,7 +12,7 @@ from typing import Any
 import emulated_kernels
 import pytest
 from emulated_driver import EmulatedGpu, Launch, emulated
-from made import ELF, ON_A100, ON_H200, ON_L40S, PROBLEM, WIDE, bundle, modelled, snapshot
+from small_bundles import ELF, ON_A100, ON_H200, ON_L40S, PROBLEM, WIDE, bundle, modelled, snapshot
 
 from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import CudaError, InputError
@@ -31,7 +31,7 @@ from pretuned.runtime.launch import rowops as launch_rowops
 
 def record(op: RowOp, cubin: bytes = ELF, *, alignment: int = 16, revision: int = 0, **fields: Any) -> Variant:
     spec = RowOpSpec(op, DType.BF16, alignment)
-    one = Variant(
+    variant = Variant(
         op.value,
         revision or ENTRIES[op.value].revision,
         1,
@@ -53,28 +53,28 @@ def record(op: RowOp, cubin: bytes = ELF, *, alignment: int = 16, revision: int 
         len(cubin),
         hashlib.sha256(cubin).digest(),
     )
-    return one._replace(**fields)
+    return variant._replace(**fields)
 
 
 def write(path: Path, variants: Sequence[Variant], sm: int = 90) -> Path:
     """A bundle of a GEMM's choice, and these variants after its own."""
     base = bundle({PROBLEM: [modelled(64, WIDE)]}, sm=sm, tag=path.stem)
     path.parent.mkdir(parents=True, exist_ok=True)
-    kernels = {(one.kernel, one.revision) for one in variants}
-    every = base._replace(
+    kernels = {(variant.kernel, variant.revision) for variant in variants}
+    whole = base._replace(
         variants=(*base.variants, *variants),
         cubins=(*base.cubins, *[ELF] * len(variants)),
-        kernels=(*base.kernels, *(Kernel(*one, hashlib.sha256(b"source").digest()) for one in sorted(kernels))),
+        kernels=(*base.kernels, *(Kernel(*pair, hashlib.sha256(b"source").digest()) for pair in sorted(kernels))),
     )
-    publish(path, encode(every))
+    publish(path, encode(whole))
     return path
 
 
 def best(
     paths: Sequence[Path], local: LocalGpu = ON_H200, op: RowOp = RowOp.COMBINE, *, aligned: bool = True
 ) -> list[tuple[str, int]]:
-    found = dispatch_rowops.ranked(snapshot(*paths), op, rowops.dtype_of(DType.BF16, op), local, aligned=aligned)
-    return [(usable.path.name, index - 3) for usable, index in found]
+    listed = dispatch_rowops.ranked(snapshot(*paths), op, rowops.dtype_of(DType.BF16, op), local, aligned=aligned)
+    return [(usable.path.name, index - 3) for usable, index in listed]
 
 
 def test_aligned_code_first_then_the_later_revision_then_the_place(tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ def test_what_can_not_be_launched_is_passed_over(tmp_path: Path, fields: dict[st
 def test_installed_bundles_are_asked_where_no_other_has_it(tmp_path: Path) -> None:
     without = write(tmp_path / "own" / "a.msgpack", [])
     write(tmp_path / "package" / "b.msgpack", [record(RowOp.COMBINE)])
-    found = snapshot(without, installed=[tmp_path / "package"])
-    ((usable, _),) = dispatch_rowops.ranked(found, RowOp.COMBINE, DType.BF16, ON_H200, aligned=True)
+    bundle_set = snapshot(without, installed=[tmp_path / "package"])
+    ((usable, _),) = dispatch_rowops.ranked(bundle_set, RowOp.COMBINE, DType.BF16, ON_H200, aligned=True)
     assert usable.path.name == "b.msgpack"
 
 
@@ -128,8 +128,8 @@ def test_a_bundle_that_an_earlier_version_built_hides_no_later_revision(tmp_path
     write(tmp_path / "package" / "ships.msgpack", [record(RowOp.COMBINE)])
     for revision, runs in ((now - 1, "ships.msgpack"), (now, "own.msgpack"), (now + 1, "own.msgpack")):
         own = write(tmp_path / str(revision) / "own.msgpack", [record(RowOp.COMBINE, revision=revision)])
-        found = snapshot(own, installed=[tmp_path / "package"])
-        first, *_ = dispatch_rowops.ranked(found, RowOp.COMBINE, DType.BF16, ON_H200, aligned=True)
+        bundle_set = snapshot(own, installed=[tmp_path / "package"])
+        first, *_ = dispatch_rowops.ranked(bundle_set, RowOp.COMBINE, DType.BF16, ON_H200, aligned=True)
         assert first[0].path.name == runs
 
 
@@ -154,9 +154,9 @@ def test_preload_takes_every_pass_for_tensors_that_are_aligned_and_not(tmp_path:
 def gpu(clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedGpu]:
     """A GPU whose launches store nothing, of code that needs no self-test."""
     monkeypatch.setenv("PRETUNED_DISABLE_SELF_TEST", "1")
-    with emulated(EmulatedGpu()) as found:
-        found.computes = False
-        yield found
+    with emulated(EmulatedGpu()) as gpu:
+        gpu.computes = False
+        yield gpu
 
 
 def load(gpu: EmulatedGpu, op: RowOp = RowOp.COMBINE) -> RowOpLauncher:
@@ -166,7 +166,9 @@ def load(gpu: EmulatedGpu, op: RowOp = RowOp.COMBINE) -> RowOpLauncher:
 
 def combine(path: Path, tag: str = "") -> Path:
     """A bundle of the row kernel that adds up."""
-    return emulated_kernels.write(path, [emulated_kernels.made(RowOpSpec(RowOp.COMBINE, DType.BF16), tag=tag)])
+    return emulated_kernels.write(
+        path, [emulated_kernels.variant_and_code(RowOpSpec(RowOp.COMBINE, DType.BF16), tag=tag)]
+    )
 
 
 @pytest.mark.parametrize("op", [op for op in RowOp if op not in rowops.WEIGHT_OPS])
@@ -187,8 +189,8 @@ def test_the_driver_gets_every_argument_and_the_grid(op: RowOp, gpu: EmulatedGpu
         side_by_side = 1  # of wider rows
     by_block = op in (RowOp.ACTIVATION, RowOp.ACTIVATION_CODES, RowOp.COMBINE)
     assert grid == -(-rows // side_by_side) * (-(-columns // block) if by_block else 1)
-    assert [one.words for one in gpu.launches] == [words | {"scratch": 0, "scratch 2": 0}] * 2
-    assert [(one.grid, one.threads, one.stream) for one in gpu.launches] == [
+    assert [launch.words for launch in gpu.launches] == [words | {"scratch": 0, "scratch 2": 0}] * 2
+    assert [(launch.grid, launch.threads, launch.stream) for launch in gpu.launches] == [
         (grid, 32 * RowOpSpec(op, DType.BF16).config.num_warps, 79)
     ] * 2
 
@@ -203,8 +205,10 @@ def test_a_launch_of_many_rows_has_no_more_programs_than_the_gpu_takes_at_a_time
     for rows in (1, 5, 1 << 10, 1 << 20):
         gpu.launches.clear()
         run(rows, 0, *range(1, 1 + len(launcher.operands)))
-        made = rowops.programs(op, rows, columns, launcher.block, rowops.rows_at_once(op))
-        assert [(one.grid, one.words["M"]) for one in gpu.launches] == [(min(made, most) if loops else made, rows)]
+        count = rowops.programs(op, rows, columns, launcher.block, rowops.rows_at_once(op))
+        assert [(launch.grid, launch.words["M"]) for launch in gpu.launches] == [
+            (min(count, most) if loops else count, rows)
+        ]
 
 
 GIVEN = {"y": 1, "places": 2, "out": 6, "M": 2, "columns": 3, "top_k": 1, "flags": 0}  # of COMBINE
@@ -222,7 +226,7 @@ def test_a_damaged_bundle_is_dropped_and_the_next_one_taken(clean_places: Path, 
     assert first is not None
     assert launch_rowops.launcher(RowOp.COMBINE, DType.BF16, 0, aligned=True) is first
     skipped = dispatch_snapshot.snapshot().view(gpu.local, installed=False).skipped
-    assert [one.path.name for one in skipped] == ["a-damaged.msgpack"]
+    assert [skip.path.name for skip in skipped] == ["a-damaged.msgpack"]
 
 
 def test_where_no_bundle_has_it_that_is_reported_once(

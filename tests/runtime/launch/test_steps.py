@@ -29,15 +29,15 @@ def test_a_launch_computes_what_the_reference_does(
 ) -> None:
     permute_x, permute_y, weights, bias = map(bool, fused)
     device.there = {(op, fusion) for op, fusion in ALL if fusion not in missing}
-    given = tensors(permute_x=permute_x, weights=weights, bias=bias, layout=layout)
+    inputs = tensors(permute_x=permute_x, weights=weights, bias=bias, layout=layout)
     device.layout = Layout(layout)
     form = {"permute_x": permute_x, "permute_y": permute_y, "w_layout": layout}
     device.visible = False
-    wanted = ran(form, given, wide=False)
+    wanted = ran(form, inputs, wide=False)
     assert not device.launched
     device.visible = True
     for wide in (False, True):
-        for got, want in zip(ran(form, given, wide), wanted, strict=True):
+        for got, want in zip(ran(form, inputs, wide), wanted, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     assert all(kernel in device.there for kernel in device.launched)
     if not missing:
@@ -160,14 +160,14 @@ def test_torch_runs_plain_products_that_it_was_measured_faster_for(
     x = torch.randn(ROWS, K).bfloat16().requires_grad_()
     w = torch.randn((E, N, K) if layout == "nk" else (E, K, N)).bfloat16().requires_grad_()
     m_sizes, form = torch.tensor(sizes, dtype=torch.int32), {"w_layout": layout, "zero_tail": zero_tail}
-    end = min(sum(min(max(one, 0), ROWS) for one in sizes), ROWS)
+    end = min(sum(min(max(size, 0), ROWS) for size in sizes), ROWS)
     dy = torch.randn(ROWS, N).bfloat16()
 
     def ran() -> list[torch.Tensor]:
         y = grouped_gemm(x, w, m_sizes, **form)
         with torch.no_grad():
             bare = grouped_gemm(x, w, m_sizes, **form)
-        used = [one if zero_tail else one[:end] for one in (y, bare)]
+        used = [rows if zero_tail else rows[:end] for rows in (y, bare)]
         return [*used, *torch.autograd.grad(y, (x, w), dy)]
 
     device.visible = False
@@ -177,7 +177,7 @@ def test_torch_runs_plain_products_that_it_was_measured_faster_for(
         for got, want in zip(ran(), wanted, strict=True):
             close(got, want)
         assert len(grouped) == 3 * turn
-    assert all(one.program is not None for one in dispatch_snapshot.snapshot().plans.values())
+    assert all(plan.program is not None for plan in dispatch_snapshot.snapshot().plans.values())
     assert bool(device.cleared) is clears  # of dX at least
     assert (Op.DW, Fusion.NONE) in device.launched
 

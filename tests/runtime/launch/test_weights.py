@@ -19,7 +19,7 @@ from pretuned.runtime.launch import weights as launch_weights
 from pretuned.runtime.settings import lock
 
 E, N, K = 3, 128, 192
-FORMATS = [one.value for one in DType if one.quantised]
+FORMATS = [dtype.value for dtype in DType if dtype.quantised]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -27,14 +27,14 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 def gpu(clean_places: Path) -> Iterator[EmulatedGpu]:
     """With a bundle of all kernels of weights."""
     emulated_kernels.write(clean_places / "weights.msgpack", of_weights())
-    with emulated(EmulatedGpu(H200)) as found:
+    with emulated(EmulatedGpu(H200)) as gpu:
         reload()
-        yield found
-        found.visible = True
+        yield gpu
+        gpu.visible = True
 
 
 def of_weights() -> list[tuple[Variant, bytes]]:
-    return [emulated_kernels.made(spec) for spec in rowops.weight_specs(tuple(DType))]
+    return [emulated_kernels.variant_and_code(spec) for spec in rowops.weight_specs(tuple(DType))]
 
 
 def another_process(gpu: EmulatedGpu) -> None:
@@ -50,19 +50,23 @@ def numbers(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def bits(w: ExpertWeights) -> list[torch.Tensor]:
-    return [one.reshape(-1).view(torch.uint8).clone() for one in w.tensors().values()]
+    return [tensor.reshape(-1).view(torch.uint8).clone() for tensor in w.tensors().values()]
 
 
 def same(w: ExpertWeights, want: list[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(bits(w), want, strict=True))
+    return all(torch.equal(bit, other) for bit, other in zip(bits(w), want, strict=True))
 
 
 def ops(gpu: EmulatedGpu) -> list[RowOp]:
-    """What calls launched since, and no self-test: that has a stream of its own."""
+    """Return the row kernels launched since, without self-tests, which have a stream of their own."""
     own = launch_weights.current_stream(0)
-    found = [one.code.op for one in gpu.passes if isinstance(one.code.op, RowOp) and one.stream == own]
+    results = [
+        row_kernel.code.op
+        for row_kernel in gpu.passes
+        if isinstance(row_kernel.code.op, RowOp) and row_kernel.stream == own
+    ]
     gpu.launches.clear()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,44 +83,44 @@ def test_all_is_done_by_kernels(format: str, dtype: torch.dtype, gpu: EmulatedGp
     assert not gpu.launches
     gpu.visible = True
     outer = [RowOp.LARGEST_WEIGHT] if format == "nvfp4" else []
-    made = ExpertWeights.quantize(w, format)
+    weights = ExpertWeights.quantize(w, format)
     assert ops(gpu) == [RowOp.LARGEST_WEIGHT, *outer, RowOp.QUANTIZE_WEIGHTS]
-    assert same(made, want[0])
-    assert torch.equal(made.dequantize(dtype), values)
+    assert same(weights, want[0])
+    assert torch.equal(weights.dequantize(dtype), values)
     assert ops(gpu) == [RowOp.DEQUANTIZE_WEIGHTS]
-    assert same(made.copy_(new, check=False), want[1])
+    assert same(weights.copy_(new, check=False), want[1])
     assert ops(gpu) == [*outer, RowOp.QUANTIZE_WEIGHTS]
     assert can == (K % 128 == 0 or not format.startswith(("fp8_block", "int4_g128")))
     if not can:
         return
-    made = ExpertWeights.quantize(w, format)
+    weights = ExpertWeights.quantize(w, format)
     stored = ExpertWeights.quantize(w, format)
     ops(gpu)
-    made = made.prepare()
+    weights = weights.prepare()
     assert ops(gpu) == [RowOp.MOVE_CODES]
-    assert same(made, want[2])
-    assert torch.equal(made.dequantize(dtype), values)
+    assert same(weights, want[2])
+    assert torch.equal(weights.dequantize(dtype), values)
     assert ops(gpu) == [RowOp.DEQUANTIZE_WEIGHTS]
-    assert same(made.restore(), want[0])
+    assert same(weights.restore(), want[0])
     assert ops(gpu) == [RowOp.MOVE_CODES]
-    assert same(made.copy_(new), want[3])
+    assert same(weights.copy_(new), want[3])
     assert ops(gpu) == [RowOp.LARGEST_WEIGHT, *outer, RowOp.QUANTIZE_WEIGHTS]
-    assert same(made.copy_(stored), want[2])
+    assert same(weights.copy_(stored), want[2])
     assert ops(gpu) == [RowOp.MOVE_CODES]
 
 
 def test_a_bundle_built_for_another_capability_has_them(clean_places: Path) -> None:
-    """As ``aot build --new-weights`` adds them: of the formats of its models."""
-    every = [emulated_kernels.made(spec, 80) for spec in rowops.weight_specs((DType.FP8_BLOCK_A16,))]
-    emulated_kernels.write(clean_places / "mine.msgpack", every, sm=80)
+    """``aot build --new-weights`` adds the row kernels of its models' formats."""
+    built = [emulated_kernels.variant_and_code(spec, 80) for spec in rowops.weight_specs((DType.FP8_BLOCK_A16,))]
+    emulated_kernels.write(clean_places / "mine.msgpack", built, sm=80)
     with emulated(EmulatedGpu(A100, 80)) as gpu:
         reload()
-        made = ExpertWeights.quantize(numbers(0), "fp8_block_a16").copy_(numbers(1), check=False)
+        weights = ExpertWeights.quantize(numbers(0), "fp8_block_a16").copy_(numbers(1), check=False)
         assert ops(gpu) == [RowOp.LARGEST_WEIGHT, *[RowOp.QUANTIZE_WEIGHTS] * 2]
         ExpertWeights.quantize(numbers(0), "mxfp4", check=False)
         assert ops(gpu) == []
         gpu.visible = True
-    assert same(made, bits(ExpertWeights.quantize(numbers(1), "fp8_block_a16")))
+    assert same(weights, bits(ExpertWeights.quantize(numbers(1), "fp8_block_a16")))
 
 
 @pytest.mark.parametrize("change", ["prepare", "prepare_in_place"])
@@ -140,7 +144,7 @@ def test_the_kernel_that_moves_codes_sees_nan_among_them(
 def test_what_kernels_do_not_take_torch_does(gpu: EmulatedGpu) -> None:
     wide = torch.cat([numbers(1), numbers(1)], 1)
     bent = torch.zeros(E * N * K + 1, dtype=torch.bfloat16)[1:].view(E, N, K).copy_(numbers(1))
-    for given, taken in (
+    for new, taken in (
         (wide[:, N:], True),  # rows of a fused tensor
         (wide[::1, ::2], True),  # each other row
         (numbers(1).mT.contiguous().mT, False),
@@ -149,9 +153,9 @@ def test_what_kernels_do_not_take_torch_does(gpu: EmulatedGpu) -> None:
     ):
         w = ExpertWeights.quantize(numbers(0), "mxfp4").prepare()
         ops(gpu)
-        w.copy_(given)
+        w.copy_(new)
         assert (RowOp.QUANTIZE_WEIGHTS in ops(gpu)) is taken
-        assert same(w, bits(ExpertWeights.quantize(given, "mxfp4").prepare()))
+        assert same(w, bits(ExpertWeights.quantize(new, "mxfp4").prepare()))
     plain = ExpertWeights.quantize(numbers(0), "int4_g32")
     w = ExpertWeights.int4(plain.codes, plain.scale.float())
     ops(gpu)
@@ -182,13 +186,13 @@ def test_numbers_that_are_none_are_found_by_the_kernel(gpu: EmulatedGpu) -> None
 def test_writes_of_kernels_are_counted(format: str, gpu: EmulatedGpu) -> None:
     """A backward pass that saved the tensors is to fail, and what is derived of scales to be made anew."""
     w, stored = ExpertWeights.quantize(numbers(0), format).prepare(), ExpertWeights.quantize(numbers(1), format)
-    versions = [one._version for one in w.tensors().values()]
-    for given in (stored, numbers(1)):
+    versions = [tensor._version for tensor in w.tensors().values()]
+    for new in (stored, numbers(1)):
         gpu.launches.clear()
-        w.copy_(given, check=False)
+        w.copy_(new, check=False)
         assert len(ops(gpu)) >= 1
-        now = [one._version for one in w.tensors().values()]
-        assert all(one > before for one, before in zip(now, versions, strict=True))
+        now = [tensor._version for tensor in w.tensors().values()]
+        assert all(version > before for version, before in zip(now, versions, strict=True))
         versions = now
     with torch.inference_mode():
         of_no_version = ExpertWeights.quantize(numbers(0), format).copy_(numbers(1))
@@ -232,18 +236,18 @@ def test_no_kernel_is_looked_for_while_weights_are_locked(of: str, gpu: Emulated
 
 
 def test_without_a_kernel_torch_does_it(clean_places: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with emulated(EmulatedGpu(H200)) as found, caplog.at_level("INFO"):
+    with emulated(EmulatedGpu(H200)) as gpu, caplog.at_level("INFO"):
         reload()
-        made = ExpertWeights.quantize(numbers(0), "int4_g64_zp").prepare().copy_(numbers(1))
-        assert not found.passes
-    assert same(made, bits(ExpertWeights.quantize(numbers(1), "int4_g64_zp").prepare()))
-    told = "no usable bundle has a kernel for quantize_weights int4_g64_zp: torch does it"
-    assert any(told in one.getMessage() for one in caplog.records)
+        weights = ExpertWeights.quantize(numbers(0), "int4_g64_zp").prepare().copy_(numbers(1))
+        assert not gpu.passes
+    assert same(weights, bits(ExpertWeights.quantize(numbers(1), "int4_g64_zp").prepare()))
+    message = "no usable bundle has a kernel for quantize_weights int4_g64_zp: torch does it"
+    assert any(message in record.getMessage() for record in caplog.records)
 
 
 def test_a_record_with_another_tile_is_not_launched() -> None:
     """The grid is counted by this version's tiles."""
-    variant, _ = emulated_kernels.made(rowops.RowOpSpec(RowOp.QUANTIZE_WEIGHTS, DType.MXFP4))
+    variant, _ = emulated_kernels.variant_and_code(rowops.RowOpSpec(RowOp.QUANTIZE_WEIGHTS, DType.MXFP4))
     assert unlaunchable(variant) is None
     assert "this version launches block 128 w4" in str(
         unlaunchable(variant._replace(config=(("block", 64), ("num_warps", 4))))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from coded_machine import IN_PLACE, E, H, I, Machine, tensor_at
 from emulated_driver import Launch, emulated
-from emulated_kernels import made
+from emulated_kernels import variant_and_code
 
 from pretuned.artifacts.records import DType, Fusion, Op, Problem, RowOp
 from pretuned.kernels.spec import Spec
@@ -178,14 +178,14 @@ def off_by_a_row(launch: Launch) -> None:
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("spec", IN_PLACE, ids=str)
 def test_its_self_test(machine: Machine, spec: Spec, wrong: bool) -> None:
-    """What the emulated kernel stores is right, at starts of any kind; a row too many is found."""
+    """The emulated kernel's result passes at starts of any kind; a row too many is noticed."""
 
     def spoils(launch: Launch) -> None:
         machine.multiply_in_place(launch)
         off_by_a_row(launch)
 
     if wrong:
-        machine.after[made(spec)[0].cubin_sha256] = spoils
+        machine.after[variant_and_code(spec)[0].cubin_sha256] = spoils
     said = proof.tried(machine.load(spec))
     assert (said is None) == (not wrong), said
     if wrong:
@@ -196,11 +196,11 @@ def test_explain_and_preload_know_it(machine: Machine) -> None:
     w, counts = weights(machine, 2 * I, H), torch.tensor(COUNTS[0], dtype=torch.int32)
     codes, scale, *_ = placed(COUNTS[0], [e * ROOM for e in range(E)], E * ROOM, False, ROOM)
     x = QuantizedRows(codes.view(E, ROOM, H), scale.view(E, ROOM, -1))
-    told = explain(x, w, counts, sm=90)
-    assert told.chosen is not None
-    assert told.chosen.variant.fusion is Fusion.STARTS
-    assert "read in place" in told.reason
-    assert not told.quantised_first
+    explanation = explain(x, w, counts, sm=90)
+    assert explanation.chosen is not None
+    assert explanation.chosen.variant.fusion is Fusion.STARTS
+    assert "read in place" in explanation.reason
+    assert not explanation.quantised_first
     preload(problems=[Problem(Op.FORWARD, DType.FP8_BLOCK, E, 2 * I, H)], tokens=range(1, 64))
     assert Fusion.STARTS in {code.fusion for code in machine.loads}
     machine.loads.clear()

@@ -39,14 +39,14 @@ def tensors(gated: bool, layout: str, biased: bool, H: int = H) -> dict[str, tor
     up, down = (E, wide, H), (E, H, I)
     if layout == "kn":
         up, down = (E, H, wide), (E, I, H)
-    found = random(T, H), random(*up), random(*down), random(E, wide), random(E, H), torch.rand(T, TOPK)
-    every = dict(zip(NAMES, found, strict=True))
-    return {name: one if biased or "bias" not in name else None for name, one in every.items()}
+    values = random(T, H), random(*up), random(*down), random(E, wide), random(E, H), torch.rand(T, TOPK)
+    named = dict(zip(NAMES, values, strict=True))
+    return {name: tensor if biased or "bias" not in name else None for name, tensor in named.items()}
 
 
 def results(out: torch.Tensor, leaves: dict[str, torch.Tensor | None], needs: set[str]) -> dict[str, torch.Tensor]:
-    """What a step came to: out, and the gradients of ``needs``."""
-    asked = {name: one for name, one in leaves.items() if name in needs and one is not None}
+    """Return the result of a step: out, and the gradients of ``needs``."""
+    asked = {name: leaf for name, leaf in leaves.items() if name in needs and leaf is not None}
     if not asked:
         return {"out": out.detach()}
     dout = torch.linspace(-1, 1, out.numel()).view_as(out)
@@ -54,10 +54,13 @@ def results(out: torch.Tensor, leaves: dict[str, torch.Tensor | None], needs: se
 
 
 def step(
-    given: dict[str, torch.Tensor | None], needs: set[str], ids: torch.Tensor, **how: Any
+    inputs: dict[str, torch.Tensor | None], needs: set[str], ids: torch.Tensor, **how: Any
 ) -> dict[str, torch.Tensor]:
     """The layer's result, and the gradients of ``needs``."""
-    leaves = {name: None if one is None else one.clone().requires_grad_(name in needs) for name, one in given.items()}
+    leaves = {
+        name: None if tensor is None else tensor.clone().requires_grad_(name in needs)
+        for name, tensor in inputs.items()
+    }
     out = moe_mlp(
         leaves["hidden"],
         leaves["up"],
@@ -78,18 +81,18 @@ IDS = torch.randint(-1, E + 1, (T, TOPK), generator=torch.Generator().manual_see
 def both(device: Device, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """The reference's step, then the simulated GPU's: compared, and what the GPU ran is in ``device``."""
 
-    def compare(given: dict[str, torch.Tensor | None], needs: set[str], ids: torch.Tensor, **how: Any) -> None:
+    def compare(inputs: dict[str, torch.Tensor | None], needs: set[str], ids: torch.Tensor, **how: Any) -> None:
         device.visible = False
-        wanted = step(given, needs, ids, **how)
+        wanted = step(inputs, needs, ids, **how)
         device.visible = True
         device.launches.clear()
-        got = step(given, needs, ids, **how)
+        got = step(inputs, needs, ids, **how)
         assert set(got) == set(wanted)
-        for name, one in wanted.items():
-            exact = one.dtype is torch.float32
+        for name, tensor in wanted.items():
+            exact = tensor.dtype is torch.float32
             torch.testing.assert_close(
                 got[name],
-                one,
+                tensor,
                 rtol=1e-5 if exact else 5e-2,
                 atol=1e-4 if exact else 5e-2,
                 msg=lambda text, name=name: f"{name}: {text}",
@@ -106,16 +109,16 @@ def test_the_launches_add_up_to_the_reference(
     device: Device, both: Any, activation: str, gated: bool, layout: str, biased: bool, there: str
 ) -> None:
     device.there = {"all": {*ALL, *PASSES}, "no passes": set(ALL), "no GEMMs": set(PASSES)}[there]
-    given = tensors(gated, layout, biased)
+    inputs = tensors(gated, layout, biased)
     how: dict[str, Any] = {"activation": activation, "gated": gated, "w_layout": layout}
-    both(given, set(NAMES), IDS, **how)
-    both(given, set(), IDS, **how)
+    both(inputs, set(NAMES), IDS, **how)
+    both(inputs, set(), IDS, **how)
 
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_biases_of_any_strides(device: Device, monkeypatch: pytest.MonkeyPatch, grad: bool) -> None:
-    given = tensors(True, "nk", True)
-    hidden, up, down, up_bias, down_bias, weights = given.values()
+    inputs = tensors(True, "nk", True)
+    hidden, up, down, up_bias, down_bias, weights = inputs.values()
     assert up_bias is not None
     assert down_bias is not None
     cut, spread = torch.cat([up_bias, up_bias], 1)[:, : 2 * I], down_bias[0].expand(E, H)
@@ -169,22 +172,22 @@ def test_only_what_needs_a_gradient_is_computed(
 
 @pytest.mark.parametrize("ids", [torch.full((T, TOPK), -1), torch.full((T, TOPK), 2), torch.empty(0, TOPK).long()])
 def test_nobody_here_everybody_on_one_and_no_tokens(both: Any, ids: torch.Tensor) -> None:
-    given = tensors(True, "nk", True)
+    inputs = tensors(True, "nk", True)
     for name in ("hidden", "weights"):
-        one = given[name]
-        given[name] = None if one is None else one[: len(ids)]
-    both(given, set(NAMES), ids)
+        tensor = inputs[name]
+        inputs[name] = None if tensor is None else tensor[: len(ids)]
+    both(inputs, set(NAMES), ids)
 
 
 def test_what_rows_of_no_expert_hold_reaches_nothing(
     device: Device, both: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def poisoned(self: torch.Tensor, *size: Any, **how: Any) -> torch.Tensor:
-        made = self.new_full(size[0] if len(size) == 1 and not isinstance(size[0], int) else size, 0, **how)
-        return made.fill_(float("nan")) if made.dtype.is_floating_point else made
+        tensor = self.new_full(size[0] if len(size) == 1 and not isinstance(size[0], int) else size, 0, **how)
+        return tensor.fill_(float("nan")) if tensor.dtype.is_floating_point else tensor
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
-    monkeypatch.setattr(torch, "empty_like", lambda one: torch.full_like(one, float("nan")))
+    monkeypatch.setattr(torch, "empty_like", lambda tensor: torch.full_like(tensor, float("nan")))
     both(tensors(True, "nk", True), set(NAMES), IDS)
 
 
@@ -206,18 +209,18 @@ def test_the_activation_alone(device: Device, monkeypatch: pytest.MonkeyPatch, a
 
 
 def test_a_second_gradient_of_the_layer_is_refused(both: Any) -> None:
-    given = tensors(True, "nk", False)
-    hidden = given["hidden"]
+    inputs = tensors(True, "nk", False)
+    hidden = inputs["hidden"]
     assert hidden is not None
     hidden.requires_grad_()
-    out = moe_mlp(hidden, given["up"], given["down"], IDS, given["weights"])
+    out = moe_mlp(hidden, inputs["up"], inputs["down"], IDS, inputs["weights"])
     (dx,) = torch.autograd.grad(out.square().sum(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
 
 
 class Replayed(NamedTuple):
-    """What calls that came again were: the tokens of each layer by a plan, and the programs of gradients."""
+    """The repeated calls: the number of tokens of each layer by a plan, and the programs of gradients."""
 
     tokens: list[int]
     gradients: list[Replay]
@@ -226,18 +229,18 @@ class Replayed(NamedTuple):
 @pytest.fixture
 def replayed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replayed]:
     """Plans of float32 too, which the emulated GPU computes in."""
-    found = Replayed([], [])
+    replayed = Replayed([], [])
 
     def noted(replay: Replay) -> None:
         layers = snapshot.snapshot().plans.values()
-        if any(replay.is_of(program) for one in layers for program in one.programs.values()):
-            found.tokens.append(replay.M // TOPK)
+        if any(replay.is_of(program) for plan in layers for program in plan.programs.values()):
+            replayed.tokens.append(replay.M // TOPK)
         else:
-            found.gradients.append(replay)
+            replayed.gradients.append(replay)
 
     monkeypatch.setattr(program, "KINDS", (torch.float32, torch.bfloat16))
     with replays(noted):
-        yield found
+        yield replayed
 
 
 @pytest.fixture
@@ -252,25 +255,25 @@ def planned(replayed: Replayed) -> list[int]:
 def test_a_call_that_comes_again_is_planned(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], layout: str, biased: bool, needs: set[str]
 ) -> None:
-    given = tensors(True, layout, biased)
+    inputs = tensors(True, layout, biased)
     device.visible = False
-    wanted = step(given, needs, IDS, w_layout=layout)
+    wanted = step(inputs, needs, IDS, w_layout=layout)
     device.visible = True
-    leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in given.items()}
+    leaves = {name: None if tensor is None else tensor.requires_grad_(name in needs) for name, tensor in inputs.items()}
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)  # the same tensors again, as a model has them
     for _ in range(3):
         got = step(leaves, needs, IDS, w_layout=layout)
-        for name, one in wanted.items():
-            torch.testing.assert_close(got[name], one, rtol=1e-5, atol=1e-4)
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-4)
     assert planned == [T, T]
 
 
 def test_out_is_handed_back_itself_each_time(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
-    given = tensors(True, "nk", False)
+    inputs = tensors(True, "nk", False)
     device.visible = True
-    hidden, up, down, weights = (given[name] for name in ("hidden", "up", "down", "weights"))
+    hidden, up, down, weights = (inputs[name] for name in ("hidden", "up", "down", "weights"))
     assert hidden is not None
     for shape in (hidden.shape, (1, *hidden.shape)):
         want = moe_mlp(hidden.view(shape), up, down, IDS, weights)
@@ -289,20 +292,20 @@ def graded(replayed: Replayed) -> list[Replay]:
 
 
 def again(
-    device: Device, monkeypatch: pytest.MonkeyPatch, given: dict[str, torch.Tensor | None], needs: set[str], **how: Any
+    device: Device, monkeypatch: pytest.MonkeyPatch, inputs: dict[str, torch.Tensor | None], needs: set[str], **how: Any
 ) -> Callable[[], None]:
     """A step on the very same tensors each time, as a model has them, held against the reference's."""
     device.visible = False
-    wanted = step(given, needs, IDS, **how)
+    wanted = step(inputs, needs, IDS, **how)
     device.visible = True
-    leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in given.items()}
+    leaves = {name: None if tensor is None else tensor.requires_grad_(name in needs) for name, tensor in inputs.items()}
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)
 
     def call() -> None:
         got = step(leaves, needs, IDS, **how)
         assert set(got) == set(wanted)
-        for name, one in wanted.items():
-            torch.testing.assert_close(got[name], one, rtol=1e-5, atol=1e-4)
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-4)
 
     return call
 
@@ -315,11 +318,11 @@ def test_a_plan_takes_no_bias_that_is_less_aligned(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
     """Aligned kernels read 16 bytes of it at once."""
-    given = tensors(True, "nk", True)
-    down_bias = given["down_bias"]
+    inputs = tensors(True, "nk", True)
+    down_bias = inputs["down_bias"]
     assert down_bias is not None
-    elsewhere = given | {"down_bias": torch.empty(E * H + 1)[1:].view(E, H).copy_(down_bias)}
-    unaligned, aligned = again(device, monkeypatch, elsewhere, set()), again(device, monkeypatch, given, set())
+    elsewhere = inputs | {"down_bias": torch.empty(E * H + 1)[1:].view(E, H).copy_(down_bias)}
+    unaligned, aligned = again(device, monkeypatch, elsewhere, set()), again(device, monkeypatch, inputs, set())
     for _ in range(2):
         unaligned()
     assert planned == []
@@ -357,7 +360,7 @@ def test_a_gradient_that_comes_again_is_planned(
 def test_a_gradient_beside_biases_is_planned(
     monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Replay], needs: tuple[str, ...]
 ) -> None:
-    """As where they are frozen."""
+    """Biases that are frozen get no gradient."""
     call = again(device, monkeypatch, tensors(True, "nk", True), set(needs))
     for _ in range(3):
         call()
@@ -415,8 +418,8 @@ def test_kernels_that_a_gradient_does_not_need_are_not_asked_for(
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "wider": torch.Tensor.double,
     "narrower": torch.Tensor.half,
-    "transposed": lambda one: one.mT.contiguous().mT,
-    "shorter": lambda one: one[:-1],
+    "transposed": lambda tensor: tensor.mT.contiguous().mT,
+    "shorter": lambda tensor: tensor[:-1],
 }
 
 
@@ -426,23 +429,23 @@ def test_a_program_does_not_take_what_hooks_made_of_a_tensor(
     monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Replay], shape: tuple[int, ...], change: str
 ) -> None:
     """A kernel would read past its end, or take its bytes for other numbers."""
-    given = tensors(True, "nk", False)
-    call = again(device, monkeypatch, given, set(FOUR))
+    inputs = tensors(True, "nk", False)
+    call = again(device, monkeypatch, inputs, set(FOUR))
     call()
     call()
     assert len(graded) == 1
     changed: list[torch.Tensor] = []
 
-    def unpack(one: torch.Tensor) -> torch.Tensor:
-        if tuple(one.shape) != shape or not one.is_floating_point():
-            return one
-        changed.append(one)
-        return CHANGES[change](one)
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            return tensor
+        changed.append(tensor)
+        return CHANGES[change](tensor)
 
     device.idle = frozenset(Op)  # the long way may read such bytes as they are
-    hooked = torch.autograd.graph.saved_tensors_hooks(lambda one: one, unpack)
+    hooked = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack)
     with contextlib.suppress(RuntimeError, ValueError), hooked:
-        step(given, set(FOUR), IDS)
+        step(inputs, set(FOUR), IDS)
     assert changed
     assert len(graded) == 1
 
@@ -462,7 +465,7 @@ def test_where_a_compiler_may_help_a_missing_kernel_is_asked_for_again(
     hooks.register_compiler(compiler)
     allow_jit()
     call()
-    assert {one.op for one in asked} == {Op.DW}
+    assert {problem.op for problem in asked} == {Op.DW}
     assert graded == []
     call()
     assert len(graded) == 1
@@ -471,10 +474,10 @@ def test_where_a_compiler_may_help_a_missing_kernel_is_asked_for_again(
 def test_a_gradient_that_is_another_one_goes_the_long_way(
     monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Replay]
 ) -> None:
-    given = tensors(True, "nk", False)
-    leaves = {name: one for name, one in given.items() if one is not None}
-    for one in leaves.values():
-        one.requires_grad_()
+    inputs = tensors(True, "nk", False)
+    leaves = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    for tensor in leaves.values():
+        tensor.requires_grad_()
 
     def call() -> torch.Tensor:
         return moe_mlp(leaves["hidden"], leaves["up"], leaves["down"], IDS, leaves["weights"])
@@ -485,28 +488,28 @@ def test_a_gradient_that_is_another_one_goes_the_long_way(
     device.visible = True
     dout = torch.linspace(-1, 1, T * H).view(T, H)
     wanted = grads(call(), dout)
-    for one, other in zip(grads(call(), dout), wanted, strict=True):
-        assert torch.equal(one, other)
+    for tensor, other in zip(grads(call(), dout), wanted, strict=True):
+        assert torch.equal(tensor, other)
     assert len(graded) == 1
 
-    def elsewhere(one: torch.Tensor) -> torch.Tensor:
-        if one.dim() != 3:
-            return one
-        wide = torch.zeros(*one.shape[:2], one.shape[2] + 4)
-        wide[..., : one.shape[2]] = one.detach()
-        return wide[..., : one.shape[2]]
+    def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() != 3:
+            return tensor
+        wide = torch.zeros(*tensor.shape[:2], tensor.shape[2] + 4)
+        wide[..., : tensor.shape[2]] = tensor.detach()
+        return wide[..., : tensor.shape[2]]
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, elsewhere):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, elsewhere):
         out = call()
     odd = torch.cat([torch.zeros(1), dout.flatten()])[1:].view(T, H)  # begins elsewhere
     across = dout.T.contiguous().T
-    for made, given_dout in ((out, dout), (call(), odd), (call(), across)):
-        for one, other in zip(grads(made, given_dout), wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for result, given_dout in ((out, dout), (call(), odd), (call(), across)):
+        for tensor, other in zip(grads(result, given_dout), wanted, strict=True):
+            torch.testing.assert_close(tensor, other, rtol=1e-5, atol=1e-5)
     out = call()
     reload()  # the bundles may be others
-    for one, other in zip(grads(out, dout), wanted, strict=True):
-        assert torch.equal(one, other)
+    for tensor, other in zip(grads(out, dout), wanted, strict=True):
+        assert torch.equal(tensor, other)
     assert len(graded) == 1
 
 
@@ -516,20 +519,20 @@ def test_routing_weights_of_any_float_are_planned(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], kind: torch.dtype, needs: set[str]
 ) -> None:
     """Several models of transformers have theirs in bf16."""
-    given = tensors(True, "nk", False)
-    weights = given["weights"]
+    inputs = tensors(True, "nk", False)
+    weights = inputs["weights"]
     assert weights is not None
-    given["weights"] = weights.detach().to(kind)
+    inputs["weights"] = weights.detach().to(kind)
     device.visible = False
-    wanted = step(given, needs, IDS)
+    wanted = step(inputs, needs, IDS)
     device.visible = True
-    leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in given.items()}
+    leaves = {name: None if tensor is None else tensor.requires_grad_(name in needs) for name, tensor in inputs.items()}
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)
     for _ in range(3):
         got = step(leaves, needs, IDS)
-        for name, one in wanted.items():
+        for name, tensor in wanted.items():
             rounds = name == "weights" and kind is not torch.float64
-            torch.testing.assert_close(got[name], one, rtol=1e-2 if rounds else 1e-5, atol=1e-2 if rounds else 1e-4)
+            torch.testing.assert_close(got[name], tensor, rtol=1e-2 if rounds else 1e-5, atol=1e-2 if rounds else 1e-4)
     assert planned == [T, T]
 
 
@@ -539,10 +542,13 @@ FUSED = {GATED: 1.0, UNGATED[0]: 1000.0, UNGATED[1]: 1000.0}  # us: with silu in
 
 
 def halves(layout: str = "nk", biased: bool = False, gated: bool = True) -> dict[str, torch.Tensor | None]:
-    """As ``tensors``, in bf16 and of rows of whole 16 bytes: kernels with silu in the epilogue take no others."""
-    found = tensors(gated, layout, biased, H=16)
-    found |= {name: one / 4 for name in ("up", "down") if (one := found[name]) is not None}
-    return {name: None if one is None else one if name == "weights" else one.bfloat16() for name, one in found.items()}
+    """Return inputs like ``tensors``, in bf16 with rows of whole 16 bytes: silu in the epilogue needs that."""
+    inputs = tensors(gated, layout, biased, H=16)
+    inputs |= {name: tensor / 4 for name in ("up", "down") if (tensor := inputs[name]) is not None}
+    return {
+        name: None if tensor is None else tensor if name == "weights" else tensor.bfloat16()
+        for name, tensor in inputs.items()
+    }
 
 
 @pytest.fixture
@@ -560,15 +566,15 @@ def test_silu_is_the_first_products_work_where_no_gradient_needs_h(
 ) -> None:
     fused.layout = Layout(layout)
     fused.measures(FUSED, (2 * I, 16))
-    given = halves(layout)
-    both(given, set(), IDS, w_layout=layout)
+    inputs = halves(layout)
+    both(inputs, set(), IDS, w_layout=layout)
     assert fused.launched == [GATED, (Op.FORWARD, Fusion.NONE)]
     assert fused.passed == [RowOp.COMBINE]
-    both(given, {"hidden"}, IDS, w_layout=layout)
+    both(inputs, {"hidden"}, IDS, w_layout=layout)
     assert fused.launched[:2] == UNGATED
     assert RowOp.ACTIVATION in fused.passed
     fused.measures({GATED: 2000.0}, (2 * I, 16))  # it does not pay
-    both(given, set(), IDS, w_layout=layout)
+    both(inputs, set(), IDS, w_layout=layout)
     assert fused.launched == UNGATED
 
 
@@ -596,24 +602,24 @@ def test_nor_is_it_where_what_an_expert_reads_is_weighted(fused: Device, both: C
 def test_a_plan_keeps_h_only_for_a_gradient(fused: Device, planned: list[int]) -> None:
     device = fused
     device.visible = False
-    given = halves()
-    leaves = [given[name] for name in ("hidden", "up", "down")]
-    wanted = moe_mlp(*leaves, IDS, given["weights"])
+    inputs = halves()
+    leaves = [inputs[name] for name in ("hidden", "up", "down")]
+    wanted = moe_mlp(*leaves, IDS, inputs["weights"])
     device.visible = True
-    for one in leaves:
-        assert one is not None
-        one.requires_grad_()
+    for leaf in leaves:
+        assert leaf is not None
+        leaf.requires_grad_()
     for needs in (False, False, True, True):
         passes_run = [RowOp.ACTIVATION, RowOp.COMBINE] if needs else [RowOp.COMBINE]
         device.launches.clear()
         with torch.set_grad_enabled(needs):
-            out = moe_mlp(*leaves, IDS, given["weights"])
+            out = moe_mlp(*leaves, IDS, inputs["weights"])
         torch.testing.assert_close(out.detach(), wanted, rtol=5e-2, atol=5e-2)
         assert device.passed == passes_run
     assert planned == [T, T]
     dx = torch.autograd.grad(out.sum(), leaves[0])[0]  # h is there
     device.visible = False
-    right = torch.autograd.grad(moe_mlp(*leaves, IDS, given["weights"]).sum(), leaves[0])[0]
+    right = torch.autograd.grad(moe_mlp(*leaves, IDS, inputs["weights"]).sum(), leaves[0])[0]
     torch.testing.assert_close(dx, right, rtol=5e-2, atol=5e-2)
 
 
@@ -625,14 +631,14 @@ def test_rows_gathered_beforehand_add_up_to_the_reference(
     device.layout = Layout(layout)
     device.gathers_first((2 * I, H))
     left = (Op.FORWARD, Fusion.SCATTER if biased else Fusion.NONE)
-    given = tensors(True, layout, biased)
-    both(given, set(NAMES), IDS, w_layout=layout)
+    inputs = tensors(True, layout, biased)
+    both(inputs, set(NAMES), IDS, w_layout=layout)
     assert device.launched[0] == left
     assert device.passed[:3] == [RowOp.GATHER, RowOp.ACTIVATION, RowOp.COMBINE]
-    both(given, set(), IDS, w_layout=layout)
+    both(inputs, set(), IDS, w_layout=layout)
     assert device.passed == [RowOp.GATHER, RowOp.ACTIVATION, RowOp.COMBINE]
     device.there -= {RowOp.GATHER}
-    both(given, set(), IDS, w_layout=layout)
+    both(inputs, set(), IDS, w_layout=layout)
     assert device.passed == [RowOp.ACTIVATION, RowOp.COMBINE]
 
 
@@ -643,21 +649,21 @@ def test_rows_gathered_beforehand_and_silu_in_the_epilogue(
     silu = (Op.FORWARD, Fusion.SILU)
     device.there |= {silu}
     device.measures({silu: 1.0, UNGATED[0]: 1000.0, UNGATED[1]: 500.0}, (2 * I, 16))
-    given = halves()
-    both(given, set(), IDS)
+    inputs = halves()
+    both(inputs, set(), IDS)
     assert device.launched == [silu, UNGATED[1]]
     assert device.passed == [RowOp.GATHER, RowOp.COMBINE]
     device.visible = False
-    leaves = [given[name] for name in ("hidden", "up", "down")]
-    wanted = moe_mlp(*leaves, IDS, given["weights"])
+    leaves = [inputs[name] for name in ("hidden", "up", "down")]
+    wanted = moe_mlp(*leaves, IDS, inputs["weights"])
     device.visible = True
-    for one in leaves:
-        assert one is not None
-        one.requires_grad_()
+    for leaf in leaves:
+        assert leaf is not None
+        leaf.requires_grad_()
     for grad in (False, False, True, True):  # by a plan from the second on
         device.launches.clear()
         with torch.set_grad_enabled(grad):
-            out = moe_mlp(*leaves, IDS, given["weights"])
+            out = moe_mlp(*leaves, IDS, inputs["weights"])
         torch.testing.assert_close(out.detach(), wanted, rtol=5e-2, atol=5e-2)
         assert device.passed == [RowOp.GATHER, *([RowOp.ACTIVATION] if grad else []), RowOp.COMBINE]
 
@@ -666,10 +672,10 @@ def test_a_layer_of_one_token_gathers_nothing_by_a_plan_too(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
     device.gathers_first((2 * I, H))
-    given, calls = tensors(True, "nk", False), []
+    inputs, calls = tensors(True, "nk", False), []
     device.visible = False
     for tokens in (1, 1, 2, 1, 2):
-        of = given | {"hidden": torch.rand(tokens, H), "weights": torch.rand(tokens, TOPK)}
+        of = inputs | {"hidden": torch.rand(tokens, H), "weights": torch.rand(tokens, TOPK)}
         calls.append((tokens, of, step(of, set(), IDS[:tokens])))
     device.visible = True
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)  # the same weights again
@@ -681,17 +687,17 @@ def test_a_layer_of_one_token_gathers_nothing_by_a_plan_too(
 
 
 def test_no_tokens_and_no_width(fused: Device, both: Callable[..., None]) -> None:
-    given, half = halves(), torch.bfloat16
-    both(given | {"hidden": torch.rand(0, 16, dtype=half), "weights": torch.rand(0, TOPK)}, set(), IDS[:0])
+    inputs, half = halves(), torch.bfloat16
+    both(inputs | {"hidden": torch.rand(0, 16, dtype=half), "weights": torch.rand(0, TOPK)}, set(), IDS[:0])
     assert fused.launched == []
-    both(given | {"up": torch.rand(E, 0, 16, dtype=half), "down": torch.rand(E, 16, 0, dtype=half)}, set(), IDS)
+    both(inputs | {"up": torch.rand(E, 0, 16, dtype=half), "down": torch.rand(E, 16, 0, dtype=half)}, set(), IDS)
     assert GATED not in fused.launched
 
 
 def test_a_call_that_is_another_one_is_not(monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]) -> None:
     device.visible = True
-    given = tensors(True, "nk", False)
-    hidden, up, down, weights = (given[name] for name in ("hidden", "up", "down", "weights"))
+    inputs = tensors(True, "nk", False)
+    hidden, up, down, weights = (inputs[name] for name in ("hidden", "up", "down", "weights"))
     assert hidden is not None
     assert weights is not None
 
@@ -740,23 +746,23 @@ def test_plans_of_activations_that_differ_in_one_number(
         "silu",
         Activation("silu"),
     ]
-    given = tensors(True, "nk", False)
+    inputs = tensors(True, "nk", False)
     device.visible = False
-    wanted = [step(given, needs, IDS, activation=act) for act in acts]
+    wanted = [step(inputs, needs, IDS, activation=act) for act in acts]
     assert all(
-        not torch.equal(one[name], other[name])
-        for at, one in enumerate(wanted[:9])
+        not torch.equal(tensor[name], other[name])
+        for at, tensor in enumerate(wanted[:9])
         for other in wanted[:at]
-        for name in one
+        for name in tensor
     )
     device.visible = True
-    leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in given.items()}
+    leaves = {name: None if tensor is None else tensor.requires_grad_(name in needs) for name, tensor in inputs.items()}
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)  # the same tensors again, as a model has them
     for _ in range(3):
         for act, each in zip(acts, wanted, strict=True):
             got = step(leaves, needs, IDS, activation=act)
-            for name, one in each.items():
-                torch.testing.assert_close(got[name], one, rtol=1e-5, atol=1e-4)
+            for name, tensor in each.items():
+                torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-4)
     assert planned == [T] * 2 * len(acts)
 
 
@@ -764,9 +770,9 @@ def test_a_reload_while_a_plan_is_made_is_not_of_it(device: Device, planned: lis
     """Another thread's, while a chosen kernel is loaded."""
     reloads = [snapshot.forget]
     device.on_load = lambda: reloads.pop()() if reloads else None
-    given = tensors(True, "nk", False)
+    inputs = tensors(True, "nk", False)
     for taken in (0, 0, 1):
-        moe_mlp(given["hidden"], given["up"], given["down"], IDS, given["weights"])
+        moe_mlp(inputs["hidden"], inputs["up"], inputs["down"], IDS, inputs["weights"])
         assert len(planned) == taken
 
 
@@ -784,11 +790,11 @@ def test_a_sum_over_nothing_has_its_bias() -> None:
 
 
 def test_a_sum_over_nothing_is_zero(both: Any) -> None:
-    given: dict[str, torch.Tensor | None] = dict.fromkeys(NAMES)
-    given |= {"hidden": torch.rand(T, H), "up": torch.rand(E, 0, H), "down": torch.rand(E, H, 0)}
-    given |= {"weights": torch.rand(T, TOPK)}
-    both(given, {"hidden", "weights", "down"}, IDS)
-    leaves = [one for one in (given["hidden"], given["up"], given["down"]) if one is not None]
+    inputs: dict[str, torch.Tensor | None] = dict.fromkeys(NAMES)
+    inputs |= {"hidden": torch.rand(T, H), "up": torch.rand(E, 0, H), "down": torch.rand(E, H, 0)}
+    inputs |= {"weights": torch.rand(T, TOPK)}
+    both(inputs, {"hidden", "weights", "down"}, IDS)
+    leaves = [tensor for tensor in (inputs["hidden"], inputs["up"], inputs["down"]) if tensor is not None]
     assert not moe_mlp(*leaves, IDS, torch.rand(T, TOPK)).any()
 
 
@@ -797,9 +803,9 @@ def test_a_sum_over_nothing_is_zero(both: Any) -> None:
     [((E, H + 1, I), "wanted H=12 rows"), ((E, H, I + 1), "K=8, x's last dimension"), ((E + 1, H, I), "same number")],
 )
 def test_weights_that_do_not_fit_each_other(down: tuple[int, ...], says: str) -> None:
-    given = tensors(True, "nk", False)
+    inputs = tensors(True, "nk", False)
     with pytest.raises(InputError, match=says):
-        moe_mlp(given["hidden"], given["up"], torch.rand(down), IDS, given["weights"])
+        moe_mlp(inputs["hidden"], inputs["up"], torch.rand(down), IDS, inputs["weights"])
 
 
 @pytest.mark.parametrize("there", [set(PASSES), {*ALL, RowOp.ACTIVATION}, set(ALL)])
@@ -808,8 +814,8 @@ def test_without_every_kernel_there_is_no_plan(
 ) -> None:
     device.visible = True
     device.there = there
-    given = tensors(True, "nk", False)
-    results = [moe_mlp(given["hidden"], given["up"], given["down"], IDS, given["weights"]) for _ in range(2)]
+    inputs = tensors(True, "nk", False)
+    results = [moe_mlp(inputs["hidden"], inputs["up"], inputs["down"], IDS, inputs["weights"]) for _ in range(2)]
     assert torch.equal(*results)
     assert planned == []
 
@@ -817,8 +823,8 @@ def test_without_every_kernel_there_is_no_plan(
 def test_what_autocast_casts_and_biases_with_gaps_are_not_planned(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
-    given = tensors(True, "nk", True)
-    hidden, up, down, weights = (given[name] for name in ("hidden", "up", "down", "weights"))
+    inputs = tensors(True, "nk", True)
+    hidden, up, down, weights = (inputs[name] for name in ("hidden", "up", "down", "weights"))
     assert hidden is not None
     low = hidden.bfloat16()
     for _ in range(2):
@@ -834,12 +840,12 @@ def test_what_autocast_casts_and_biases_with_gaps_are_not_planned(
 def test_a_full_table_of_plans_begins_anew(monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]) -> None:
     monkeypatch.setattr(program, "MOST_PLANS", 2)
     device.visible = True
-    given = tensors(True, "nk", False)
-    hidden, weights = given["hidden"], given["weights"]
+    inputs = tensors(True, "nk", False)
+    hidden, weights = inputs["hidden"], inputs["weights"]
     assert hidden is not None
     assert weights is not None
     for count in (1, 2, 7, 7, 1):  # each of a bucket of its own
-        moe_mlp(hidden[:count], given["up"], given["down"], IDS[:count], weights[:count])
+        moe_mlp(hidden[:count], inputs["up"], inputs["down"], IDS[:count], weights[:count])
     assert planned == [7]
     assert len(snapshot.snapshot().plans) == 2
 
@@ -855,17 +861,17 @@ def test_a_plan_is_of_a_bucket_whatever_the_number_of_tokens(
     monkeypatch: pytest.MonkeyPatch, device: Device, graded: list[Replay], planned: list[int]
 ) -> None:
     """Prompts and sequences of other lengths all the time."""
-    given = tensors(True, "nk", False)
-    experts = [given["up"].requires_grad_(), given["down"].requires_grad_()]  # type: ignore[union-attr]
+    inputs = tensors(True, "nk", False)
+    experts = [inputs["up"].requires_grad_(), inputs["down"].requires_grad_()]  # type: ignore[union-attr]
     counts = (24, 23, 30, 17, 45, 24, 12)
     results: dict[bool, list[torch.Tensor]] = {False: [], True: []}
-    for simulated, found in results.items():
+    for simulated, result in results.items():
         device.visible = simulated
         for count in counts:
             hidden, ids, weights = many(count)
             leaves = [hidden.requires_grad_(), *experts, weights.requires_grad_()]
             out = moe_mlp(hidden, *experts, ids, weights)
-            found += [out, *torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel()).view_as(out))]
+            result += [out, *torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel()).view_as(out))]
     for got, want in zip(results[True], results[False], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
     assert planned == [23, 30, 17, 24]  # 46 to 90 rows are of one bucket; 135 and 36 are not
@@ -876,11 +882,11 @@ def test_what_a_plan_of_a_bucket_does_not_take(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
     device.visible = True
-    given = tensors(True, "nk", False)
+    inputs = tensors(True, "nk", False)
     hidden, ids, weights = many(24)
 
     def call(*of: torch.Tensor) -> torch.Tensor:
-        return moe_mlp(of[0], given["up"], given["down"], *of[1:])
+        return moe_mlp(of[0], inputs["up"], inputs["down"], *of[1:])
 
     wanted = call(hidden, ids, weights)
     assert torch.equal(call(hidden.view(24, H), ids, weights), wanted)
@@ -908,14 +914,17 @@ LOW = ("A1", "B1", "A2", "B2")
 
 
 def adapted(
-    given: dict[str, torch.Tensor | None],
+    inputs: dict[str, torch.Tensor | None],
     low: dict[str, torch.Tensor | None],
     needs: set[str],
     ids: torch.Tensor,
     **how: Any,
 ) -> dict[str, torch.Tensor]:
     """The layer with adapters of its products, on these very tensors, and the gradients of ``needs``."""
-    leaves = {name: None if one is None else one.requires_grad_(name in needs) for name, one in (given | low).items()}
+    leaves = {
+        name: None if tensor is None else tensor.requires_grad_(name in needs)
+        for name, tensor in (inputs | low).items()
+    }
     pairs = [(leaves[f"A{i}"], leaves[f"B{i}"]) for i in (1, 2)]
     lora = tuple(
         None if A is None or B is None else Lora(A, B, scale) for (A, B), scale in zip(pairs, (0.5, 1.0), strict=True)
@@ -961,23 +970,23 @@ def test_a_layer_with_adapters_that_comes_again_is_planned(
     without: int | None,
     inside: bool,
 ) -> None:
-    """Whether a low-rank part is in its product's kernel (``inside``), or a product of its own beside it."""
-    given, low = tensors(gated, "nk", biased), low_rank(gated, shared)
+    """The low-rank part is in its product's kernel (``inside``), or a product of its own beside it."""
+    inputs, low = tensors(gated, "nk", biased), low_rank(gated, shared)
     if inside:
         use_low_rank_kernels(monkeypatch, tmp_path)
     if without is not None:
         low |= {f"A{without}": None, f"B{without}": None}
     how: dict[str, Any] = {"activation": activation, "gated": gated}
     device.visible = False
-    wanted = adapted(given, low, set(needs), IDS, **how)
+    wanted = adapted(inputs, low, set(needs), IDS, **how)
     device.visible, loaded = True, 0
     for i in range(3):
         device.launches.clear()
-        got = adapted(given, low, set(needs), IDS, **how)
+        got = adapted(inputs, low, set(needs), IDS, **how)
         assert set(got) == set(wanted)
-        for name, one in wanted.items():
+        for name, tensor in wanted.items():
             torch.testing.assert_close(
-                got[name], one, rtol=1e-5, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+                got[name], tensor, rtol=1e-5, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
             )
         loaded = loaded or len(device.loads)
         assert len(device.loads) == loaded, "kernels are looked for the first time alone"
@@ -996,21 +1005,21 @@ def test_plans_with_adapters_are_for_those_like_them(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int], graded: list[Replay]
 ) -> None:
     """Others of the same sizes take the plan, whatever they hold; of another rank, dtype or scale none does."""
-    given = tensors(True, "nk", False)
+    inputs = tensors(True, "nk", False)
 
     def compare(low: dict[str, torch.Tensor | None], ids: torch.Tensor = IDS) -> int:
         device.visible = False
-        wanted = adapted(given, low, {*LOW, "hidden"}, ids)
+        wanted = adapted(inputs, low, {*LOW, "hidden"}, ids)
         device.visible = True
         before = len(planned)
-        got = adapted(given, low, {*LOW, "hidden"}, ids)
-        for name, one in wanted.items():
-            torch.testing.assert_close(got[name], one, rtol=1e-5, atol=1e-4)
+        got = adapted(inputs, low, {*LOW, "hidden"}, ids)
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-4)
         return len(planned) - before
 
     first = low_rank(True, False)
     assert compare(first) == 0
-    assert compare({name: one * 2 for name, one in first.items() if one is not None}) == 1
+    assert compare({name: tensor * 2 for name, tensor in first.items() if tensor is not None}) == 1
     assert compare(low_rank(True, False, r=8)) == 0
     assert compare(low_rank(True, False, r=8)) == 1
     assert compare(first) == 1
@@ -1023,7 +1032,7 @@ def test_calls_that_alternate_keep_their_plans(
     monkeypatch: pytest.MonkeyPatch, device: Device, planned: list[int]
 ) -> None:
     """The router frozen or not, ids of either width, an adapter that is a slice; and a table that they just fill."""
-    given, low = tensors(True, "nk", False), low_rank(True, False)
+    inputs, low = tensors(True, "nk", False), low_rank(True, False)
     wide = (torch.randn(E, 4, 2 * H) / 3)[:, :, :H]
     device.visible = True
     kinds = [
@@ -1034,66 +1043,71 @@ def test_calls_that_alternate_keep_their_plans(
     ]
     monkeypatch.setattr(program, "MOST_PLANS", len(kinds) + 1)  # the last also by the name that all of them have
     for needs, adapters, ids in kinds * 3:
-        adapted(given, adapters, needs, ids)
+        adapted(inputs, adapters, needs, ids)
     assert planned == [T] * 2 * len(kinds)
 
 
 def test_a_call_with_the_same_adapters_is_not_checked_again(device: Device, planned: list[int]) -> None:
     """And one with others, or with what is no adapter, is."""
     device.visible = True
-    given, low = tensors(True, "nk", False), low_rank(True, False)
-    wanted = [adapted(given, low, needs, IDS) for needs in ({*LOW, "hidden"}, set())]
+    inputs, low = tensors(True, "nk", False), low_rank(True, False)
+    wanted = [adapted(inputs, low, needs, IDS) for needs in ({*LOW, "hidden"}, set())]
     with calls_of(layer_call._check_tensors) as checked:
         for _ in range(2):
-            found = adapted(given, low, {*LOW, "hidden"}, IDS)
-            for name, one in wanted[0].items():
-                assert torch.equal(found[name], one), name
+            got = adapted(inputs, low, {*LOW, "hidden"}, IDS)
+            for name, tensor in wanted[0].items():
+                assert torch.equal(got[name], tensor), name
         assert (checked, planned) == ([], [T, T])
-        adapted(given, {name: None if one is None else one.clone() for name, one in low.items()}, {*LOW, "hidden"}, IDS)
+        adapted(
+            inputs,
+            {name: None if tensor is None else tensor.clone() for name, tensor in low.items()},
+            {*LOW, "hidden"},
+            IDS,
+        )
         assert checked == []  # of the same sizes
-        adapted(given, low_rank(True, False, r=8), {*LOW, "hidden"}, IDS)
+        adapted(inputs, low_rank(True, False, r=8), {*LOW, "hidden"}, IDS)
         assert len(checked) == 1
     for _ in range(2):
-        found = adapted(given, low, set(), IDS)
-        assert torch.equal(found["out"], wanted[1]["out"])
+        got = adapted(inputs, low, set(), IDS)
+        assert torch.equal(got["out"], wanted[1]["out"])
     for wrong in ((low["A1"], low["B1"]), [None, Lora(low["A1"], low["B1"], True)], "ab"):  # type: ignore[arg-type]
         with pytest.raises(InputError, match="lora"):
-            moe_mlp(given["hidden"], given["up"], given["down"], IDS, given["weights"], lora=wrong)  # type: ignore[arg-type]
+            moe_mlp(inputs["hidden"], inputs["up"], inputs["down"], IDS, inputs["weights"], lora=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["as PEFT has B", "one for all", "of another dtype", "hidden of 3 dimensions"])
 def test_adapters_that_are_brought_into_form_are_not_checked_again(
     device: Device, planned: list[int], kind: str
 ) -> None:
-    given, low = tensors(True, "nk", False), low_rank(True, kind == "one for all")
+    inputs, low = tensors(True, "nk", False), low_rank(True, kind == "one for all")
     if kind == "as PEFT has B":
         low |= {name: low[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("B1", "B2")}  # type: ignore[union-attr]
     elif kind == "of another dtype":
-        low = {name: None if one is None else one.double() for name, one in low.items()}
+        low = {name: None if tensor is None else tensor.double() for name, tensor in low.items()}
     elif kind == "hidden of 3 dimensions":
-        given["hidden"] = given["hidden"][None]  # type: ignore[index]
+        inputs["hidden"] = inputs["hidden"][None]  # type: ignore[index]
     needs = {*LOW, "hidden"}
     device.visible = False
-    wanted = adapted(given, low, needs, IDS)
+    wanted = adapted(inputs, low, needs, IDS)
     device.visible = True
     with calls_of(layer_call._check_tensors) as checked:
         for _ in range(3):
-            found = adapted(given, low, needs, IDS)
-            for name, one in wanted.items():
-                assert found[name].shape == one.shape
-                torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-4)
+            got = adapted(inputs, low, needs, IDS)
+            for name, tensor in wanted.items():
+                assert got[name].shape == tensor.shape
+                torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-4)
     assert (len(checked), planned) == (1, [T, T])
 
 
 def test_out_takes_a_layer_with_adapters_each_time(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
     device.visible = True
-    given, low = tensors(True, "nk", False), low_rank(True, False)
-    wanted = adapted(given, low, set(), IDS)["out"]
+    inputs, low = tensors(True, "nk", False), low_rank(True, False)
+    wanted = adapted(inputs, low, set(), IDS)["out"]
     lora = Lora(low["A1"], low["B1"], 0.5), Lora(low["A2"], low["B2"], 1.0)  # type: ignore[arg-type]
     for _ in range(3):
         out = torch.zeros_like(wanted)
         with torch.no_grad():
-            got = moe_mlp(given["hidden"], given["up"], given["down"], IDS, given["weights"], lora=lora, out=out)  # type: ignore[arg-type]
+            got = moe_mlp(inputs["hidden"], inputs["up"], inputs["down"], IDS, inputs["weights"], lora=lora, out=out)  # type: ignore[arg-type]
         assert got is out
         assert torch.equal(out, wanted)
 
@@ -1103,14 +1117,14 @@ def test_adapters_that_learn_nothing_have_no_gradients(
     monkeypatch: pytest.MonkeyPatch, device: Device, needs: set[str], many: int
 ) -> None:
     """``many`` are the products that make those of a pair of A and B."""
-    given, low = tensors(True, "nk", False), low_rank(True, False)
+    inputs, low = tensors(True, "nk", False), low_rank(True, False)
     device.visible = False
-    wanted = adapted(given, low, needs, IDS)
+    wanted = adapted(inputs, low, needs, IDS)
     device.visible = True
     device.launches.clear()
-    found = adapted(given, low, needs, IDS)
-    for name, one in wanted.items():
-        torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-4)
+    got = adapted(inputs, low, needs, IDS)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-4)
     assert sum(op is Op.DW for op, _ in device.launched) == many
 
 
@@ -1118,11 +1132,11 @@ def test_adapters_that_learn_nothing_have_no_gradients(
 def test_weights_that_autocast_copies_have_no_plan(device: Device, planned: list[int], copied: bool) -> None:
     """Their copies lie elsewhere in each call."""
     device.has(PERSISTENT, DType.BF16)
-    given, low = tensors(True, "nk", False), low_rank(True, False)
-    given |= {name: given[name].bfloat16() for name in (("hidden",) if copied else ("hidden", "up", "down"))}  # type: ignore[union-attr]
+    inputs, low = tensors(True, "nk", False), low_rank(True, False)
+    inputs |= {name: inputs[name].bfloat16() for name in (("hidden",) if copied else ("hidden", "up", "down"))}  # type: ignore[union-attr]
     for _ in range(3):
         with torch.autocast("cuda", torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
-            out = adapted(given, low, {*LOW}, IDS)["out"]
+            out = adapted(inputs, low, {*LOW}, IDS)["out"]
         assert out.dtype is torch.bfloat16
     assert planned == ([] if copied else [T, T])
     assert bool(snapshot.snapshot().plans) is not copied
@@ -1131,11 +1145,11 @@ def test_weights_that_autocast_copies_have_no_plan(device: Device, planned: list
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
 def test_a_tangent_of_an_adapter_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     device.visible = True
-    given, low = tensors(True, "nk", False), low_rank(True, False)
+    inputs, low = tensors(True, "nk", False), low_rank(True, False)
     with forward_ad.dual_level():
         low["A1"] = forward_ad.make_dual(low["A1"], torch.ones_like(low["A1"]))  # type: ignore[arg-type]
         with pytest.raises(InputError, match="forward-mode tangent"):
-            adapted(given, low, set(), IDS)
+            adapted(inputs, low, set(), IDS)
 
 
 @pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])

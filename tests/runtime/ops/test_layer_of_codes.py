@@ -9,7 +9,7 @@ import pytest
 import torch
 from coded_machine import PRODUCTS, TOP_K, H, Machine, T, routed
 from emulated_driver import emulated
-from emulated_kernels import made
+from emulated_kernels import variant_and_code
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records import RowOp
@@ -31,14 +31,14 @@ def test_expected_rows_decide_whether_x_is_quantised(machine: Machine, format: s
     """In each product, by the first call and by its plan."""
     up, down = machine.layer(True, format)
     hidden, ids, weights = routed(T)
-    coded = {made(one)[0].cubin_sha256 for one in PRODUCTS if one.dtype.quantises_x}
+    coded = {variant_and_code(spec)[0].cubin_sha256 for spec in PRODUCTS if spec.dtype.quantises_x}
     results = {}
     for hint in (None, 6, 6, 30, 30, 6, None):
         machine.launches.clear()
         out = moe_mlp(hidden, up, down, ids, weights, expected_rows=hint)
-        quantises = [one.digest in coded for one in machine.products]
+        quantises = [launch.digest in coded for launch in machine.products]
         assert quantises == [hint != 6] * 2
-        assert {one.words["M"] for one in machine.products} == {T * TOP_K}
+        assert {launch.words["M"] for launch in machine.products} == {T * TOP_K}
         assert torch.equal(results.setdefault(hint, out), out)
     assert torch.equal(results[None], results[30])
     assert not torch.equal(results[None], results[6])
@@ -62,15 +62,15 @@ def test_one_pass_does_what_two_did(machine: Machine, act: str | Activation, gat
         hidden, ids, weights = routed(many)
         return moe_mlp(hidden, up, down, ids, weights, activation=act, gated=gated, interleaved=interleaved)
 
-    found = []
+    results = []
     for many in (24, 24, 23):
         machine.launches.clear()
-        found.append(run(many))
+        results.append(run(many))
         assert machine.ran == [RowOp.QUANTIZE, *ONE, RowOp.COMBINE]
     machine.publish(without=RowOp.ACTIVATION_CODES)
-    for one, many in zip(found, (24, 24, 23), strict=True):
+    for launches, many in zip(results, (24, 24, 23), strict=True):
         machine.launches.clear()
-        assert torch.equal(run(many), one)
+        assert torch.equal(run(many), launches)
         assert machine.ran == [RowOp.QUANTIZE, *TWO, RowOp.COMBINE]
 
 
@@ -122,10 +122,10 @@ def test_what_a_gradient_needs_is_kept(machine: Machine) -> None:
     hidden, ids, weights = routed(T)
     want = moe_mlp(hidden, up, down, ids, weights)
     machine.launches.clear()
-    found = moe_mlp(hidden.requires_grad_(), up, down, ids, weights)
-    assert torch.equal(found, want)
+    out = moe_mlp(hidden.requires_grad_(), up, down, ids, weights)
+    assert torch.equal(out, want)
     assert machine.ran == [RowOp.QUANTIZE, *ONE, RowOp.COMBINE]
-    assert found.grad_fn is not None
+    assert out.grad_fn is not None
 
 
 @pytest.mark.parametrize("format", ["fp8_block", "fp8_channel"])
@@ -133,14 +133,14 @@ def test_what_a_gradient_needs_is_kept(machine: Machine) -> None:
 def test_the_batch_invariant_mode_always_quantises_x_or_never(machine: Machine, format: str, always: bool) -> None:
     """Of any number of tokens, with any hint; and where it can't, of rows that lie apart, it says so."""
     up, down = machine.layer(True, format)
-    coded = {made(one)[0].cubin_sha256 for one in PRODUCTS if one.dtype.quantises_x}
+    coded = {variant_and_code(spec)[0].cubin_sha256 for spec in PRODUCTS if spec.dtype.quantises_x}
     with batch_invariant(quantize_x=always):
         for tokens in (1, 3, T):
             hidden, ids, weights = routed(tokens)
             for hint in (None, 1, None):
                 machine.launches.clear()
                 moe_mlp(hidden, up, down, ids, weights, expected_rows=hint)
-                assert [one.digest in coded for one in machine.products] == [always] * 2
+                assert [launch.digest in coded for launch in machine.products] == [always] * 2
         counts, wide = torch.tensor([3, 0, 1, 2], dtype=torch.int32), torch.zeros(6, 2 * H).bfloat16()[:, :H]
         if always:
             with pytest.raises(InputError, match=r"rows that lie apart, which can't be quantised: pass x.contiguous"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulated_kernels import bundle_of, made
+from emulated_kernels import bundle_of, variant_and_code
 from host_gpu import Device
 
 from pretuned.artifacts.codec import encode
@@ -22,10 +22,10 @@ def same(ids: torch.Tensor, E: int, device: Device, launches: int) -> None:
     by_torch = sort_routing(ids, E)
     assert len(device.sorted) == launches
     device.visible = True
-    for name, one in by_kernel._asdict().items():
+    for name, tensor in by_kernel._asdict().items():
         other = getattr(by_torch, name)
-        assert (one.dtype, one.shape) == (other.dtype, other.shape), name
-        assert torch.equal(one, other), name
+        assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape), name
+        assert torch.equal(tensor, other), name
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -57,7 +57,7 @@ class Sort(torch.nn.Module):
         return tuple(sort_routing(ids, 4))
 
 
-def told(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def by_torch(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return Sort()(ids[ids[:, 0] >= 0])
 
 
@@ -76,7 +76,7 @@ def test_a_number_of_tokens_that_nobody_knows_is_compiled(device: Device) -> Non
     device.available = False
     torch._dynamo.reset()
     ids = torch.randint(-1, 4, (50, 2))
-    for got, want in zip(torch.compile(told, fullgraph=True, backend="eager")(ids), told(ids), strict=True):
+    for got, want in zip(torch.compile(by_torch, fullgraph=True, backend="eager")(ids), by_torch(ids), strict=True):
         assert torch.equal(got, want)
 
 
@@ -94,7 +94,7 @@ def test_what_traces_a_call_sees_torchs_operations(device: Device) -> None:
 
 
 def test_a_variant_for_fewer_experts_is_left_alone(device: Device) -> None:
-    device.publish(encode(bundle_of([made(RowOpSpec(RowOp.SORT_SLOTS, DType.FP32, 1), max_experts=7)])))
+    device.publish(encode(bundle_of([variant_and_code(RowOpSpec(RowOp.SORT_SLOTS, DType.FP32, 1), max_experts=7)])))
     ids = torch.tensor([[0, 1]])
     assert routing.sort_slots(ids, 7) is not None
     assert routing.sort_slots(ids, 8) is None
@@ -115,6 +115,6 @@ def test_what_the_kernel_can_not_do_is_left_to_torch(device: Device) -> None:
     assert routing.sort_slots(ids.to(torch.int16), 2) is None
     assert routing.sort_slots(ids[:0], 2) is None
     assert routing.sort_slots(torch.nn.Parameter(ids, requires_grad=False), 2) is None  # a tensor of another kind
-    torch.func.vmap(lambda one: sort_routing(one, 2).m_sizes)(torch.stack([ids, ids]))
+    torch.func.vmap(lambda tensor: sort_routing(tensor, 2).m_sizes)(torch.stack([ids, ids]))
     same(ids.to(torch.uint8), 2, device, 0)
     assert sort_routing(torch.tensor([[2**32, 1]], dtype=torch.uint64), 2).m_sizes.tolist() == [0, 1]

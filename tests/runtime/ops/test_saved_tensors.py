@@ -22,25 +22,25 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 Call = Callable[[], tuple[torch.Tensor, list[torch.Tensor]]]
 
 OTHER: dict[str, Change] = {
-    "narrower": lambda one: one.half() if one.is_floating_point() else one.short(),
-    "wider": lambda one: one.double(),
-    "shorter": lambda one: one[:-1],
-    "thinner": lambda one: one[..., :-1],
-    "flat": lambda one: one.reshape(1, -1) if one.dim() == 1 else one.flatten(),
-    "meta": lambda one: one.to("meta"),
+    "narrower": lambda tensor: tensor.half() if tensor.is_floating_point() else tensor.short(),
+    "wider": lambda tensor: tensor.double(),
+    "shorter": lambda tensor: tensor[:-1],
+    "thinner": lambda tensor: tensor[..., :-1],
+    "flat": lambda tensor: tensor.reshape(1, -1) if tensor.dim() == 1 else tensor.flatten(),
+    "meta": lambda tensor: tensor.to("meta"),
 }
 
 
-def spread(one: torch.Tensor) -> torch.Tensor:
+def spread(tensor: torch.Tensor) -> torch.Tensor:
     """An equal tensor whose elements are not side by side."""
-    return torch.stack((one, torch.zeros_like(one)), -1).flatten(-2)[..., ::2]
+    return torch.stack((tensor, torch.zeros_like(tensor)), -1).flatten(-2)[..., ::2]
 
 
 EQUAL: dict[str, Change] = {
     "spread": spread,
-    "transposed": lambda one: one.mT.contiguous().mT if one.dim() > 1 else spread(one),
-    "copied": lambda one: one.clone(),
-    "of rows apart": lambda one: torch.cat((one, one), -1)[..., : one.shape[-1]],
+    "transposed": lambda tensor: tensor.mT.contiguous().mT if tensor.dim() > 1 else spread(tensor),
+    "copied": lambda tensor: tensor.clone(),
+    "of rows apart": lambda tensor: torch.cat((tensor, tensor), -1)[..., : tensor.shape[-1]],
 }
 
 
@@ -52,7 +52,7 @@ def layer(*, adapted: bool, biased: bool, layout: str = "nk", quantised: bool = 
     ids = torch.randint(-1, E + 1, (T, TOPK))
     hidden, up, down, weights = random(T, H), random(E, 2 * I, H), random(E, H, I), random(T, TOPK)
     if layout == "kn":
-        up, down = (one.detach().mT.contiguous().requires_grad_() for one in (up, down))
+        up, down = (tensor.detach().mT.contiguous().requires_grad_() for tensor in (up, down))
     biases = {"gate_up_bias": random(E, 2 * I), "down_bias": random(E, H)} if biased else {}
     lora: tuple[Lora, Lora] | None = None
     low: list[torch.Tensor] = []
@@ -60,11 +60,11 @@ def layer(*, adapted: bool, biased: bool, layout: str = "nk", quantised: bool = 
         low = [random(E, R, H), random(E, 2 * I, R), random(E, R, I), random(E, H, R)]
         lora = Lora(low[0], low[1], 0.5), Lora(low[2], low[3], 0.5)
     leaves = [hidden, up, down, weights, *biases.values(), *low]
-    given: list[torch.Tensor | ExpertWeights] = [up, down]
+    matrices: list[torch.Tensor | ExpertWeights] = [up, down]
     if quantised:
-        given = [ExpertWeights.quantize(one.detach(), "fp8_channel_a16") for one in (up, down)]
+        matrices = [ExpertWeights.quantize(matrix.detach(), "fp8_channel_a16") for matrix in (up, down)]
         leaves = [hidden, weights, *biases.values(), *low]
-    return lambda: (moe_mlp(hidden, *given, ids, weights, w_layout=layout, lora=lora, **biases), leaves)
+    return lambda: (moe_mlp(hidden, *matrices, ids, weights, w_layout=layout, lora=lora, **biases), leaves)
 
 
 def product(*, permute: bool, weighted: bool, biased: bool, adapted: bool = False, operator: bool = False) -> Call:
@@ -73,7 +73,7 @@ def product(*, permute: bool, weighted: bool, biased: bool, adapted: bool = Fals
     weights, bias = random(T, TOPK) if weighted else None, random(E, I) if biased else None
     lora = Lora(random(E, R, H), random(E, I, R), 0.5) if adapted else None
     index = routing.gather_indices if permute or weighted else None
-    leaves = [x, w, *(one for one in (weights, bias) if one is not None)]
+    leaves = [x, w, *(tensor for tensor in (weights, bias) if tensor is not None)]
     leaves += [] if lora is None else [lora.A, lora.B]
 
     def call() -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -113,9 +113,9 @@ def hooked(call: Call, at: int, change: Change) -> list[torch.Tensor]:
     """The gradients where the saved tensor ``at`` is unpacked as something else."""
     seen: list[int] = []
 
-    def pack(one: torch.Tensor) -> tuple[int, torch.Tensor]:
+    def pack(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
         seen.append(len(seen))
-        return seen[-1], one.detach()
+        return seen[-1], tensor.detach()
 
     def unpack(kept: tuple[int, torch.Tensor]) -> torch.Tensor:
         return change(kept[1]) if kept[0] == at else kept[1]
@@ -126,10 +126,10 @@ def hooked(call: Call, at: int, change: Change) -> list[torch.Tensor]:
 
 def saved(call: Call) -> list[torch.Tensor]:
     """The tensors that a call saves."""
-    every: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: every.append(one.detach()), lambda none: none):
+    held: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: held.append(tensor.detach()), lambda none: none):
         call()
-    return every
+    return held
 
 
 @pytest.fixture(params=["cpu", "gpu, first", "gpu, recorded", "gpu, again"])
@@ -157,7 +157,7 @@ def ready(name: str, times: int) -> Call:
 @pytest.mark.parametrize("name", CALLS)
 def test_another_tensor_than_was_saved_is_refused_by_name(name: str, change: str, times: int) -> None:
     call = ready(name, times)
-    tried = [at for at, one in enumerate(saved(call)) if one.dim() > 1 or change != "thinner"]
+    tried = [at for at, tensor in enumerate(saved(call)) if tensor.dim() > 1 or change != "thinner"]
     assert tried
     for at in tried:
         with pytest.raises(InputError, match=r"a hook on saved tensors made .* of |grouped_gemm: \w+ is "):

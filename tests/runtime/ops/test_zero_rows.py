@@ -54,7 +54,7 @@ def test_every_row_that_no_index_names_is_zero(
     y = torch.full((M, N), float("nan"))
     got = grouped_gemm(x, w, m_sizes, TOPK, flat, permute_y=True, out=y)
     assert got is y
-    named = {one for one in index[: min(sum(sizes), M)] if 0 <= one < M}
+    named = {slot for slot in index[: min(sum(sizes), M)] if 0 <= slot < M}
     for row in range(M):
         assert (y[row] == 0).all() == (row not in named)
         assert y[row].isfinite().all()
@@ -137,7 +137,7 @@ def test_code_that_clears_does_it_itself(
         grouped_gemm(x, w, m_sizes, TOPK, flat, permute_y=True, out=y)
         if again:  # a plan's call
             y = grouped_gemm(x, w, m_sizes, TOPK, flat, permute_y=True)
-    named = {one for one in index[: min(sum(sizes), M)] if 0 <= one < M}
+    named = {slot for slot in index[: min(sum(sizes), M)] if 0 <= slot < M}
     for row in range(M):
         assert (y[row] == 0).all() == (row not in named)
         assert y[row].isfinite().all()
@@ -159,7 +159,7 @@ def test_else_it_is_done_before(device: Device, monkeypatch: pytest.MonkeyPatch,
     if what == "fewer weights":  # of y's rows those without a weight take no part
         product = Rows(Op.FORWARD, x, w, m_sizes, Layout.NK, M, index, 0, True, torch.ones(M - 2), zero_tail=True)
         y = rows(product, torch.full((M, N), float("nan"), dtype=torch.bfloat16))
-        named = [one for one in index[:10].tolist() if one < M - 2]
+        named = [slot for slot in index[:10].tolist() if slot < M - 2]
     else:
         y = grouped_gemm(x, w, m_sizes, TOPK, index, **form)  # type: ignore[arg-type]
         named = index[:10].tolist()

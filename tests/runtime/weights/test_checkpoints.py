@@ -34,37 +34,37 @@ def words(nibbles: torch.Tensor, places: tuple[int, ...] = tuple(range(8))) -> t
     """[R, 8n] of 0 to 15 in int32 words [R, n]: the i-th lowest nibble is column ``places[i]`` of its eight."""
     out = []
     for row in nibbles.tolist():
-        found = [sum(row[first + place] << 4 * i for i, place in enumerate(places)) for first in range(0, len(row), 8)]
-        out.append([one - (1 << 32) if one >= 1 << 31 else one for one in found])
+        words = [sum(row[first + place] << 4 * i for i, place in enumerate(places)) for first in range(0, len(row), 8)]
+        out.append([word - (1 << 32) if word >= 1 << 31 else word for word in words])
     return torch.tensor(out, dtype=torch.int32)
 
 
 def each(make: Callable[[int, int, int], dict[str, torch.Tensor]], layer: str = LAYER) -> dict[str, torch.Tensor]:
     """The tensors of all experts' three matrices; ``make(N, K, seed)`` has those of one."""
-    found = {
+    tensors = {
         f"{layer.rsplit('.', 1)[0]}.gate.weight": torch.ones(E, H),
         f"{layer.rsplit('.', 1)[0]}.shared_experts.up_proj.weight": torch.ones(2, 2),
     }
     for e in range(E):
         for i, (name, N, K) in enumerate((("gate_proj", I, H), ("up_proj", I, H), ("down_proj", H, I))):
-            found |= {f"{layer}.{e}.{name}.{suffix}": one for suffix, one in make(N, K, 10 * e + i).items()}
-    return found
+            tensors |= {f"{layer}.{e}.{name}.{suffix}": tensor for suffix, tensor in make(N, K, 10 * e + i).items()}
+    return tensors
 
 
-def whole(one: Callable[[int, int, int], torch.Tensor], part: str) -> torch.Tensor:
-    """What ``each`` stands for, [E, N, K]; ``one(N, K, seed)`` is one matrix."""
+def whole(maker: Callable[[int, int, int], torch.Tensor], part: str) -> torch.Tensor:
+    """Return the matrix [E, N, K] of all experts; ``maker(N, K, seed)`` is one expert's."""
     if part == "down":
-        return torch.stack([one(H, I, 10 * e + 2) for e in range(E)])
-    return torch.stack([torch.cat([one(I, H, 10 * e), one(I, H, 10 * e + 1)]) for e in range(E)])
+        return torch.stack([maker(H, I, 10 * e + 2) for e in range(E)])
+    return torch.stack([torch.cat([maker(I, H, 10 * e), maker(I, H, 10 * e + 1)]) for e in range(E)])
 
 
 def check(
     tensors: dict[str, torch.Tensor], config: dict[str, Any], format: str, want: Callable[[int, int, int], torch.Tensor]
 ) -> None:
     for part in ("gate_up", "down"):
-        found = ExpertWeights.from_tensors(tensors, config, part)
-        assert found.format == format
-        torch.testing.assert_close(found.dequantize(torch.float32), whole(want, part), rtol=1e-6, atol=0)
+        weights = ExpertWeights.from_tensors(tensors, config, part)
+        assert weights.format == format
+        torch.testing.assert_close(weights.dequantize(torch.float32), whole(want, part), rtol=1e-6, atol=0)
 
 
 def test_deepseek_v3() -> None:
@@ -80,20 +80,20 @@ def test_deepseek_v3() -> None:
             e4m3(N, K, seed=seed), scale(N, K, seed), [128, 128], torch.float32
         ),
     )
-    found = ExpertWeights.from_tensors(tensors, {"quantization_config": BLOCKS}, "down", quantize_x=False)
-    assert found.format == "fp8_block_a16"
+    weights = ExpertWeights.from_tensors(tensors, {"quantization_config": BLOCKS}, "down", quantize_x=False)
+    assert weights.format == "fp8_block_a16"
 
 
 def test_fp8_blocks_stacked_and_with_scales_of_fewer_bits() -> None:
     codes, scale = e4m3(E, 2 * I, H), torch.tensor([[[1.0, 2.0], [4.0, 0.5]]] * E)
-    for given in (scale.bfloat16(), scale.to(torch.float8_e8m0fnu)):
-        found = ExpertWeights.from_tensors(
-            {"experts.gate_up_proj": codes, "experts.gate_up_proj_scale_inv": given}, BLOCKS
+    for stored in (scale.bfloat16(), scale.to(torch.float8_e8m0fnu)):
+        weights = ExpertWeights.from_tensors(
+            {"experts.gate_up_proj": codes, "experts.gate_up_proj_scale_inv": stored}, BLOCKS
         )
-        assert torch.equal(found.scale, scale)
-        assert found.codes.data_ptr() == codes.data_ptr()
+        assert torch.equal(weights.scale, scale)
+        assert weights.codes.data_ptr() == codes.data_ptr()
     short = ExpertWeights.from_tensors({"weight": codes, "weight_scale_inv": scale}, BLOCKS)
-    assert torch.equal(short.dequantize(), found.dequantize())
+    assert torch.equal(short.dequantize(), weights.dequantize())
 
 
 def test_deepseek_v4() -> None:
@@ -105,14 +105,14 @@ def test_deepseek_v4() -> None:
         }
 
     def want(N: int, K: int, seed: int) -> torch.Tensor:
-        one = make(N, K, seed)
-        unpacked = stock("finegrained_fp8").Fp8Dequantize(None)._unpack_fp4(one["weight"])
-        return unpacked * one["scale"].float().repeat_interleave(32, 1)
+        stored = make(N, K, seed)
+        unpacked = stock("finegrained_fp8").Fp8Dequantize(None)._unpack_fp4(stored["weight"])
+        return unpacked * stored["scale"].float().repeat_interleave(32, 1)
 
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     tensors = {
-        name.replace("mlp", "ffn").replace(old, new): one
-        for name, one in each(make).items()
+        name.replace("mlp", "ffn").replace(old, new): tensor
+        for name, tensor in each(make).items()
         for old, new in names.items()
         if old in name
     }
@@ -123,14 +123,14 @@ def test_deepseek_v4() -> None:
 def test_gpt_oss_is_not_copied() -> None:
     blocks, scales = randint(256, E, 2 * I, 3, 16).to(torch.uint8), randint(20, E, 2 * I, 3).add(118).to(torch.uint8)
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    found = ExpertWeights.from_tensors(
+    weights = ExpertWeights.from_tensors(
         {f"{name}_blocks": blocks, f"{name}_scales": scales, f"{name}_bias": torch.zeros(E, 2 * I)},
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
     )
-    assert (found.format, found.shape) == ("mxfp4", (E, 2 * I, 96))
-    assert (found.codes.data_ptr(), found.scale.data_ptr()) == (blocks.data_ptr(), scales.data_ptr())
+    assert (weights.format, weights.shape) == ("mxfp4", (E, 2 * I, 96))
+    assert (weights.codes.data_ptr(), weights.scale.data_ptr()) == (blocks.data_ptr(), scales.data_ptr())
     theirs = stock("mxfp4")._convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
-    assert torch.equal(found.dequantize(torch.float32), theirs)
+    assert torch.equal(weights.dequantize(torch.float32), theirs)
 
 
 def compressed(format: str, weights: dict[str, Any], activations: Any = None, **more: Any) -> dict[str, Any]:
@@ -152,14 +152,14 @@ def int4_scale(N: int, groups: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("zero", [False, True])
 def test_kimi_k2_thinking(zero: bool) -> None:
     def make(N: int, K: int, seed: int) -> dict[str, torch.Tensor]:
-        found = {
+        tensors = {
             "weight_packed": words(randint(16, N, K, seed=seed)),
             "weight_shape": torch.tensor([N, K]),
             "weight_scale": int4_scale(N, K // 32, seed),
         }
         if zero:  # packed along N
-            found["weight_zero_point"] = words(randint(16, N, K // 32, seed=seed + 50).T).T.contiguous()
-        return found
+            tensors["weight_zero_point"] = words(randint(16, N, K // 32, seed=seed + 50).T).T.contiguous()
+        return tensors
 
     def want(N: int, K: int, seed: int) -> torch.Tensor:
         shift = spread(randint(16, N, K // 32, seed=seed + 50), K) if zero else 8
@@ -175,10 +175,10 @@ def test_one_int4_scale_a_row_is_one_for_each_group() -> None:
         return {"weight_packed": words(randint(16, N, K, seed=seed)), "weight_scale": int4_scale(N, 1, seed)}
 
     config = compressed("pack-quantized", INT4 | {"strategy": "channel"})
-    found = ExpertWeights.from_tensors(each(make), config, "gate_up")
-    assert found.format == "int4_g128"
+    weights = ExpertWeights.from_tensors(each(make), config, "gate_up")
+    assert weights.format == "int4_g128"
     want = whole(lambda N, K, seed: (randint(16, N, K, seed=seed) - 8) * int4_scale(N, 1, seed).float(), "gate_up")
-    assert torch.equal(found.dequantize(torch.float32), want)
+    assert torch.equal(weights.dequantize(torch.float32), want)
 
 
 @pytest.mark.parametrize("newer", [False, True])
@@ -245,8 +245,8 @@ QZEROS: dict[str, Callable[[int, int], torch.Tensor] | None] = {
         GPTQ | {"checkpoint_format": "gptq_v2"},
         GPTQ | {"format": "gptq_v2"},
         *(
-            GPTQ | {"quant_method": "auto-round", "packing_format": one}
-            for one in ("auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round")
+            GPTQ | {"quant_method": "auto-round", "packing_format": name}
+            for name in ("auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round")
         ),
     ],
 )
@@ -314,7 +314,7 @@ def test_gptqmodel_takes_one_from_whole_words_of_zero_points() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', wanted 'gptq' or 'gptq_v2'"),
         ({"format": "gptq_p", "checkpoint_format": "gptq"}, "checkpoint_format is 'gptq_p'"),
@@ -333,8 +333,8 @@ def test_gptqmodel_takes_one_from_whole_words_of_zero_points() -> None:
         ({"quant_method": "auto-round", "rotation_config": {"hadamard": True}}, "rotated weights"),
     ],
 )
-def test_gptq_that_is_packed_in_another_way(change: dict[str, Any], told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_gptq_that_is_packed_in_another_way(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         ExpertWeights.from_tensors(each(gptq_matrix), GPTQ | change, "down")
 
 
@@ -353,9 +353,9 @@ def test_awq() -> None:
         return (randint(16, N, K, seed=seed) - zero) * spread(int4_scale(N, K // 128, seed), K)
 
     config = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
-    found = ExpertWeights.from_tensors(each(make), config, "gate_up")
-    assert found.format == "int4_g128_zp"
-    assert torch.equal(found.dequantize(torch.float32), whole(want, "gate_up"))
+    weights = ExpertWeights.from_tensors(each(make), config, "gate_up")
+    assert weights.format == "int4_g128_zp"
+    assert torch.equal(weights.dequantize(torch.float32), whole(want, "gate_up"))
     with pytest.raises(InputError, match="awq of version 'gemv', wanted 'gemm'"):
         ExpertWeights.from_tensors(each(make), config | {"version": "gemv"}, "down")
     with pytest.raises(InputError, match="awq of checkpoint_format 'gemv_fast', wanted 'gemm'"):
@@ -369,9 +369,9 @@ def test_awq() -> None:
         {"sym": True},
         {"quant_method": "auto-round", "sym": True, "packing_format": "auto_round:auto_awq"},
     ):
-        found = ExpertWeights.from_tensors(each(make), config | change, "gate_up")
-        assert found.format == "int4_g128"
-        assert torch.equal(found.dequantize(torch.float32), whole(symmetric, "gate_up"))
+        weights = ExpertWeights.from_tensors(each(make), config | change, "gate_up")
+        assert weights.format == "int4_g128"
+        assert torch.equal(weights.dequantize(torch.float32), whole(symmetric, "gate_up"))
 
 
 def test_kimi_k3() -> None:
@@ -382,8 +382,8 @@ def test_kimi_k3() -> None:
         }
 
     def want(N: int, K: int, seed: int) -> torch.Tensor:
-        one = make(N, K, seed)
-        blocks, scales = one["weight_packed"].view(1, N, K // 32, 16), one["weight_scale"][None]
+        stored = make(N, K, seed)
+        blocks, scales = stored["weight_packed"].view(1, N, K // 32, 16), stored["weight_scale"][None]
         return stock("mxfp4")._convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[0].T
 
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
@@ -482,7 +482,7 @@ def test_what_compressed_tensors_itself_packs(group: int | None, symmetric: bool
             },
             scheme,
         )
-        tensors |= {f"{LAYER}.{e}.down_proj.{suffix}": one for suffix, one in stored.items()}
+        tensors |= {f"{LAYER}.{e}.down_proj.{suffix}": tensor for suffix, tensor in stored.items()}
         wanted.append(compressor.PackedQuantizationCompressor.decompress(stored, scheme)["weight"])
     config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": scheme.model_dump()}}
     assert torch.equal(ExpertWeights.from_tensors(tensors, config, "down").dequantize(), torch.stack(wanted))
@@ -546,7 +546,7 @@ def test_integers_beside_fp8_are_e8m0(name: str, by_row: bool) -> None:
 
 
 def test_scales_of_rows_lie_as_rows() -> None:
-    """As many scales as rows do not have to be one for each: experts of [K, N] have theirs across."""
+    """Scales of rows may be strided: experts of [K, N] have theirs across."""
     codes = e4m3(E, 4, 8)
     for shape in ((E, 1, 4), (4, E), (1, E, 4), (E * 4,)):
         with pytest.raises(InputError, match=r"wanted a scale for each row, \[2, 4\], or each matrix"):
@@ -564,10 +564,10 @@ NESTED = [
 
 @pytest.mark.parametrize("place", NESTED)
 def test_a_composite_model_s_config(place: Callable[[Any], dict[str, Any]]) -> None:
-    found = ExpertWeights.from_tensors(
+    weights = ExpertWeights.from_tensors(
         each(gptq_matrix), {"model_type": "x", "vision_config": {}, **place(GPTQ)}, "down"
     )
-    assert torch.equal(found.dequantize(torch.float32), whole(gptq_values, "down"))
+    assert torch.equal(weights.dequantize(torch.float32), whole(gptq_values, "down"))
 
 
 def test_deepseek_v4_s_word_for_its_experts_inside_a_composite_config() -> None:
@@ -659,8 +659,8 @@ PROMISED: dict[str, tuple[Callable[..., dict[str, torch.Tensor]], dict[str, Any]
 
 @pytest.mark.parametrize("name", PROMISED)
 def test_a_tensor_that_the_config_promises_is_missed_by_name(name: str) -> None:
-    make, config, told = PROMISED[name]
-    with pytest.raises(InputError, match=rf"what belongs to '{LAYER}\.0\.down_proj.*' is .*, wanted {told}"):
+    make, config, expected = PROMISED[name]
+    with pytest.raises(InputError, match=rf"what belongs to '{LAYER}\.0\.down_proj.*' is .*, wanted {expected}"):
         ExpertWeights.from_tensors(each(make), config, "down")
 
 
@@ -744,13 +744,13 @@ def test_settings_of_single_modules(name: str) -> None:
         return (randint(16, N, K, seed=seed) - 8) * spread(int4_scale(N, K // group(K), seed), K)
 
     for part, format in (("gate_up", "int4_g64"), ("down", "int4_g32")):
-        found = ExpertWeights.from_tensors(each(make), GPTQ | OVERRIDES[name], part)
-        assert found.format == format
-        torch.testing.assert_close(found.dequantize(torch.float32), whole(want, part), rtol=1e-6, atol=0)
+        weights = ExpertWeights.from_tensors(each(make), GPTQ | OVERRIDES[name], part)
+        assert weights.format == format
+        torch.testing.assert_close(weights.dequantize(torch.float32), whole(want, part), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (
             {"dynamic": {r".*experts\.1\.down.*": {"bits": 8}}},
@@ -775,8 +775,8 @@ def test_settings_of_single_modules(name: str) -> None:
         ({"dynamic": {"+:(": {}}}, r'"re:\(" is no regular expression'),
     ],
 )
-def test_settings_of_single_modules_that_can_not_be_read(change: dict[str, Any], told: str) -> None:
-    with pytest.raises(InputError, match=told) as error:
+def test_settings_of_single_modules_that_can_not_be_read(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
         ExpertWeights.from_tensors(each(gptq_matrix), GPTQ | change, "down")
     assert str(error.value).startswith("ExpertWeights.from_tensors: ")
 
@@ -876,10 +876,10 @@ def test_mxfp8(name: str, suffix: str) -> None:
     check(each(make), MXFP8[name], "mxfp8", want)
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     renamed = {
-        one.replace("mlp", "block_sparse_moe").replace(old, new): tensor
-        for one, tensor in each(make).items()
+        name.replace("mlp", "block_sparse_moe").replace(old, new): tensor
+        for name, tensor in each(make).items()
         for old, new in names.items()
-        if old in one
+        if old in name
     }
     check(
         renamed,
@@ -894,19 +894,19 @@ def test_mxfp8(name: str, suffix: str) -> None:
 def test_mxfp8_stacked_is_not_copied() -> None:
     codes, scale = e4m3(E, 2 * I, H), randint(40, E, 2 * I, H // 32).add(96).to(torch.uint8)
     tensors = {"experts.gate_up_proj": codes, "experts.gate_up_proj_scale_inv": scale}
-    found = ExpertWeights.from_tensors(tensors, MXFP8["Inkling-2-Small-MXFP8"])
-    assert (found.format, found.shape) == ("mxfp8", (E, 2 * I, H))
-    assert (found.codes.data_ptr(), found.scale.data_ptr()) == (codes.data_ptr(), scale.data_ptr())
+    weights = ExpertWeights.from_tensors(tensors, MXFP8["Inkling-2-Small-MXFP8"])
+    assert (weights.format, weights.shape) == ("mxfp8", (E, 2 * I, H))
+    assert (weights.codes.data_ptr(), weights.scale.data_ptr()) == (codes.data_ptr(), scale.data_ptr())
     assert ExpertWeights.from_tensors(tensors, MXFP8["modelopt"], quantize_x=True).format == "mxfp8"
 
 
 def _fp8(**change: Any) -> dict[str, torch.Tensor]:
-    found = each(lambda N, K, seed: {"weight": e4m3(N, K), "weight_scale_inv": torch.ones(N // 128, K // 128)})
-    return {name: one for name, one in (found | change).items() if one is not None}
+    tensors = each(lambda N, K, seed: {"weight": e4m3(N, K), "weight_scale_inv": torch.ones(N // 128, K // 128)})
+    return {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
 
 
 @pytest.mark.parametrize(
-    ("tensors", "config", "part", "told"),
+    ("tensors", "config", "part", "message"),
     [
         (_fp8(), BLOCKS, None, "the tensors is of both products, wanted part='gate_up' or part='down'"),
         (_fp8(), BLOCKS, "up", "part is 'up', wanted 'gate_up', 'down' or None"),
@@ -997,8 +997,8 @@ def _fp8(**change: Any) -> dict[str, torch.Tensor]:
     ],
 )
 def test_what_can_not_be_read_is_reported(
-    tensors: dict[str, torch.Tensor], config: Any, part: str | None, told: str
+    tensors: dict[str, torch.Tensor], config: Any, part: str | None, message: str
 ) -> None:
-    with pytest.raises(InputError, match=told) as error:
+    with pytest.raises(InputError, match=message) as error:
         ExpertWeights.from_tensors(tensors, config, part)
     assert str(error.value).startswith("ExpertWeights.from_tensors: ")

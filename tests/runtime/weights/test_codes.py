@@ -16,31 +16,31 @@ from pretuned.runtime.weights.codes import Quantised
 from pretuned.runtime.weights.expert_weights import ExpertWeights
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
-FORMATS = [name for name, one in PRECISIONS.items() if one.quantised]
+FORMATS = [name for name, precision in PRECISIONS.items() if precision.quantised]
 
 
 def test_every_byte_of_e2m1_is_two_of_the_table() -> None:
-    every = torch.arange(256, dtype=torch.uint8).view(1, 256)
-    found = codes.values("mxfp4", Quantised(every, torch.full((1, 16), 127, dtype=torch.uint8)))
-    want = torch.tensor([[one for byte in range(256) for one in (E2M1[byte & 15], E2M1[byte >> 4])]])
-    assert torch.equal(found, want)
-    assert torch.equal(found.signbit(), want.signbit())
+    all_codes = torch.arange(256, dtype=torch.uint8).view(1, 256)
+    got = codes.values("mxfp4", Quantised(all_codes, torch.full((1, 16), 127, dtype=torch.uint8)))
+    want = torch.tensor([[nibble for byte in range(256) for nibble in (E2M1[byte & 15], E2M1[byte >> 4])]])
+    assert torch.equal(got, want)
+    assert torch.equal(got.signbit(), want.signbit())
 
 
 def test_every_e8m0_is_torchs() -> None:
-    every = torch.arange(256, dtype=torch.uint8)
-    want = every.view(torch.float8_e8m0fnu).float()
-    torch.testing.assert_close(codes.e8m0(every), want, rtol=0, atol=0, equal_nan=True)
-    assert codes.e8m0(every)[0] == 2.0**-127
-    assert codes.e8m0(every)[254] == 2.0**127
-    assert codes.e8m0(every)[255].isnan()
+    all_codes = torch.arange(256, dtype=torch.uint8)
+    want = all_codes.view(torch.float8_e8m0fnu).float()
+    torch.testing.assert_close(codes.e8m0(all_codes), want, rtol=0, atol=0, equal_nan=True)
+    assert codes.e8m0(all_codes)[0] == 2.0**-127
+    assert codes.e8m0(all_codes)[254] == 2.0**127
+    assert codes.e8m0(all_codes)[255].isnan()
 
 
 def test_every_e4m3_is_torchs() -> None:
-    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)
-    found = codes.values("fp8_channel", Quantised(every, torch.tensor([1.0, 0.5])))
-    torch.testing.assert_close(found, every.float() * torch.tensor([[1.0], [0.5]]), rtol=0, atol=0, equal_nan=True)
-    sizes = found[0].abs()  # 2**-9 is the least, subnormal; 448 the largest
+    all_codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)
+    result = codes.values("fp8_channel", Quantised(all_codes, torch.tensor([1.0, 0.5])))
+    torch.testing.assert_close(result, all_codes.float() * torch.tensor([[1.0], [0.5]]), rtol=0, atol=0, equal_nan=True)
+    sizes = result[0].abs()  # 2**-9 is the least, subnormal; 448 the largest
     assert (sizes[sizes > 0].min(), sizes[:127].max()) == (2.0**-9, 448)
 
 
@@ -55,25 +55,25 @@ def test_both_ends_of_e8m0_times_e2m1_are_what_float32_has() -> None:
 def test_mxfp8_is_quantised_by_the_rule_of_ocp() -> None:
     """The scale is 2**(floor(log2(the largest)) - 8), and codes past 448 saturate."""
     w = torch.tensor([[1.0, -0.4375, 0.001953125] + [0.0] * 29 + [1.75, 1.9] + [0.0] * 30 + [-3.0]])
-    found = codes.quantise("mxfp8", w)
-    assert found.codes.dtype is torch.float8_e4m3fn
-    assert found.scale.tolist() == [[127 - 8, 127 - 8, 127 + 1 - 8]]
-    assert found.codes.float()[0, [0, 1, 2, 32, 33, 64]].tolist() == [256, -112, 0.5, 448, 448, -384]
-    assert codes.values("mxfp8", found)[0, [0, 1, 2, 32, 33, 64]].tolist() == [1, -0.4375, 2.0**-9, 1.75, 1.75, -3]
+    packed = codes.quantise("mxfp8", w)
+    assert packed.codes.dtype is torch.float8_e4m3fn
+    assert packed.scale.tolist() == [[127 - 8, 127 - 8, 127 + 1 - 8]]
+    assert packed.codes.float()[0, [0, 1, 2, 32, 33, 64]].tolist() == [256, -112, 0.5, 448, 448, -384]
+    assert codes.values("mxfp8", packed)[0, [0, 1, 2, 32, 33, 64]].tolist() == [1, -0.4375, 2.0**-9, 1.75, 1.75, -3]
 
 
 def test_both_ends_of_e8m0_times_e4m3_are_what_float32_has() -> None:
     code = torch.tensor([[448.0, 2.0**-9, float("nan")] + [1.0] * 29]).to(torch.float8_e4m3fn)
     for scale, wanted in ((0, [448 * 2.0**-127, 2.0**-136]), (254, [math.inf, 2.0**118]), (255, [math.nan] * 2)):
-        found = codes.values("mxfp8", Quantised(code, torch.tensor([[scale]], dtype=torch.uint8)))[0]
-        assert found[:2].tolist() == pytest.approx(wanted, rel=0, abs=0, nan_ok=True)
-        assert math.isnan(found[2])
+        value = codes.values("mxfp8", Quantised(code, torch.tensor([[scale]], dtype=torch.uint8)))[0]
+        assert value[:2].tolist() == pytest.approx(wanted, rel=0, abs=0, nan_ok=True)
+        assert math.isnan(value[2])
 
 
 def test_nibbles_are_packed_low_first() -> None:
     assert codes.unpack(torch.tensor([0x21, 0xF3], dtype=torch.uint8)).tolist() == [1, 2, 3, 15]
-    every = torch.arange(256, dtype=torch.uint8)
-    assert torch.equal(codes.pack(codes.unpack(every)), every)
+    all_codes = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(codes.pack(codes.unpack(all_codes)), all_codes)
 
 
 def test_int4_is_less_8_or_less_its_zero_point() -> None:
@@ -88,20 +88,20 @@ def test_int4_is_less_8_or_less_its_zero_point() -> None:
 def test_nvfp4_has_a_scale_of_its_scales() -> None:
     byte = torch.full((1, 16), 0x27, dtype=torch.uint8)  # 6 and 1
     scale = torch.tensor([[448.0, 2.0**-9]]).to(torch.float8_e4m3fn)  # its largest and its least
-    found = codes.values("nvfp4", Quantised(byte, scale, None, torch.tensor(0.5)))
-    assert found[0, [0, 1, 16, 17]].tolist() == [1344, 224, 6 * 2.0**-10, 2.0**-10]
+    result = codes.values("nvfp4", Quantised(byte, scale, None, torch.tensor(0.5)))
+    assert result[0, [0, 1, 16, 17]].tolist() == [1344, 224, 6 * 2.0**-10, 2.0**-10]
 
 
 def test_blocks_cut_off_at_the_edges_have_their_own_scale() -> None:
     N, K = 130, 300
     scale = torch.arange(1, 7, dtype=torch.float32).view(2, 3)
-    found = codes.values("fp8_block", Quantised(torch.ones((N, K)).to(torch.float8_e4m3fn), scale))
+    tensor = codes.values("fp8_block", Quantised(torch.ones((N, K)).to(torch.float8_e4m3fn), scale))
     want = torch.tensor([[scale[n // 128, k // 128] for k in range(K)] for n in range(N)])
-    assert torch.equal(found, want)
-    found = codes.values(
+    assert torch.equal(tensor, want)
+    tensor = codes.values(
         "mxfp4", Quantised(torch.full((1, 20), 0x22, dtype=torch.uint8), torch.tensor([[127, 128]], dtype=torch.uint8))
     )
-    assert found.tolist() == [[1.0] * 32 + [2.0] * 8]
+    assert tensor.tolist() == [[1.0] * 32 + [2.0] * 8]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -127,17 +127,17 @@ _STEP = {"fp8_block": 16 / 448, "fp8_channel": 16 / 448, "mxfp4": 0.25, "mxfp8":
 def test_no_element_is_further_off_than_half_a_step(format: str, size: float) -> None:
     torch.manual_seed(1)
     w = (torch.rand(128, 256) * 2 - 1) * size
-    found = codes.values(format, codes.quantise(format, w))
+    result = codes.values(format, codes.quantise(format, w))
     step = next(value for name, value in _STEP.items() if format.startswith(name))
-    assert (found - w).abs().max() <= step * size * 1.01
+    assert (result - w).abs().max() <= step * size * 1.01
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_zeros_stay_zeros(format: str) -> None:
-    found = codes.quantise(format, torch.zeros(128, 256))
-    assert not codes.values(format, found).any()
-    assert found.scale.float().isfinite().all()
-    assert not found.scale.float().signbit().any()  # nvfp4's kernels read none
+    packed = codes.quantise(format, torch.zeros(128, 256))
+    assert not codes.values(format, packed).any()
+    assert packed.scale.float().isfinite().all()
+    assert not packed.scale.float().signbit().any()  # nvfp4's kernels read none
 
 
 @settings(max_examples=200, deadline=None)
@@ -146,7 +146,7 @@ def test_e2m1_is_the_nearest_and_of_two_the_even_one(value: float) -> None:
     w = torch.zeros(1, 32)
     w[0, 0], w[0, 1] = value, 6.0  # the scale is 1
     code = int(codes.unpack(codes.quantise("mxfp4", w.clamp(-7.9, 7.9)).codes)[0, 0])
-    best = min(abs(abs(value) - one) for one in E2M1[:8])
+    best = min(abs(abs(value) - number) for number in E2M1[:8])
     nearest = [i for i in range(8) if abs(abs(value) - E2M1[i]) == best]
     assert code & 7 == next(i for i in nearest if len(nearest) == 1 or i % 2 == 0)
     assert code >> 3 == int(math.copysign(1, value) < 0)
@@ -174,19 +174,19 @@ def test_every_value_is_what_its_tables_say(format: str, N: int, half: int, data
 
     groups = -(-K // scale.columns) if scale.columns else 1
     shape = (-(-N // scale.rows), groups) if scale.columns else (N,)
-    given, outer = drawn(127, *shape), 1.0
+    exponents, outer = drawn(127, *shape), 1.0
     factor: list[float]
     if scale.name == "e8m0":
-        stored, factor = given + 64, [math.ldexp(1.0, int(one) + 64 - 127) for one in given.flatten()]
+        stored, factor = exponents + 64, [math.ldexp(1.0, int(code) + 64 - 127) for code in exponents.flatten()]
     elif scale.name == "e4m3":
-        stored, factor = given.view(torch.float8_e4m3fn), [E4M3[int(one)] for one in given.flatten()]
+        stored, factor = exponents.view(torch.float8_e4m3fn), [E4M3[int(code)] for code in exponents.flatten()]
         outer = 0.375
     else:
-        stored = (given.float() / 64).to(torch.bfloat16 if scale.name == "bf16" else torch.float32)
+        stored = (exponents.float() / 64).to(torch.bfloat16 if scale.name == "bf16" else torch.float32)
         factor = stored.flatten().tolist()
     zero = drawn(17, *shape) if scale.zero_bits else None
     codes = drawn(127, N, K).view(torch.float8_e4m3fn) if elements.bits == 8 else drawn(255, N, half)
-    found = codes_values(format, codes, stored, zero, outer if scale.outer else None)
+    tensor = codes_values(format, codes, stored, zero, outer if scale.outer else None)
     for n, k in ((0, 0), (N - 1, K - 1), *[(int(n), int(k)) for n, k in zip(drawn(N, 9), drawn(K, 9), strict=True)]):
         at = (n // max(scale.rows, 1)) * groups + (k // scale.columns if scale.columns else 0)
         if elements.bits == 8:
@@ -196,7 +196,7 @@ def test_every_value_is_what_its_tables_say(format: str, N: int, half: int, data
             value = (
                 E2M1[nibble] if elements.name == "e2m1" else nibble - (8 if zero is None else int(zero.flatten()[at]))
             )
-        assert float(found[n, k]) == pytest.approx(value * factor[at] * outer, rel=1e-6, abs=0)
+        assert float(tensor[n, k]) == pytest.approx(value * factor[at] * outer, rel=1e-6, abs=0)
 
 
 def codes_values(
@@ -210,14 +210,14 @@ def test_rows_for_fp8_have_448_where_their_largest_is() -> None:
     x = torch.randn(5, 300).to(torch.bfloat16)
     x[1, :128] = 0
     x[2, 130] = 1e4
-    found = codes.quantise_rows(x, Scale("fp32", 1, 128))
+    coded = codes.quantise_rows(x, Scale("fp32", 1, 128))
     want = torch.zeros(5, 300)
     for m in range(5):
         for first in (0, 128, 256):
             part = x[m, first : first + 128].float()
             scale = part.abs().max() / 448 if part.any() else torch.tensor(1.0)
             want[m, first : first + 128] = (part / scale).to(torch.float8_e4m3fn).float() * scale
-    assert torch.equal(found, want)
+    assert torch.equal(coded, want)
     whole = codes.quantise_rows(x, Scale("fp32", 1, 0))
     scale = x.float().abs().amax(1, keepdim=True) / 448
     assert torch.equal(whole, (x.float() / scale).to(torch.float8_e4m3fn).float() * scale)
@@ -226,12 +226,12 @@ def test_rows_for_fp8_have_448_where_their_largest_is() -> None:
 def test_what_is_no_number_stays_in_its_row_and_block() -> None:
     x = torch.ones(3, 256)
     x[0, 0], x[1, 200] = math.nan, math.inf
-    found = codes.quantise_rows(x, Scale("fp32", 1, 128))
-    assert not found[0, :128].isfinite().all()
-    assert not found[1, 128:].isfinite().all()
-    assert found[0, 128:].eq(1).all()
-    assert found[1, :128].eq(1).all()
-    assert found[2].eq(1).all()
+    coded = codes.quantise_rows(x, Scale("fp32", 1, 128))
+    assert not coded[0, :128].isfinite().all()
+    assert not coded[1, 128:].isfinite().all()
+    assert coded[0, 128:].eq(1).all()
+    assert coded[1, :128].eq(1).all()
+    assert coded[2].eq(1).all()
 
 
 def test_rows_as_small_as_float32_has_them_are_no_nan() -> None:
@@ -244,10 +244,10 @@ def test_rows_as_small_as_float32_has_them_are_no_nan() -> None:
 def test_a_new_pair_of_codes_and_scales_has_no_rule_of_another(
     like: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = PRECISIONS[like]
-    scale = known.w.scale
+    precision = PRECISIONS[like]
+    scale = precision.w.scale
     assert scale is not None
-    new = known._replace(name="new", w=known.w._replace(scale=scale._replace(name=name)))
+    new = precision._replace(name="new", w=precision.w._replace(scale=scale._replace(name=name)))
     monkeypatch.setitem(PRECISIONS, "new", new)
     with pytest.raises(NotImplementedError, match="no rule quantises to new"):
         codes.quantise("new", torch.ones(128, 128))
@@ -260,9 +260,9 @@ def test_kernels_have_the_rules_that_torch_has() -> None:
 
 def test_scales_of_another_dtype_reach_kernels_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the codes are: a kernel is compiled for the scales' type, and would read others as numbers of it."""
-    known = PRECISIONS["mxfp8"]
-    assert known.w.scale is not None
-    new = known._replace(name="new", w=known.w._replace(scale=known.w.scale._replace(name="bf16")))
+    precision = PRECISIONS["mxfp8"]
+    assert precision.w.scale is not None
+    new = precision._replace(name="new", w=precision.w._replace(scale=precision.w.scale._replace(name="bf16")))
     monkeypatch.setitem(PRECISIONS, "new", new)
     weights = ExpertWeights("new", torch.zeros(1, 2, 32).to(torch.float8_e4m3fn), torch.full((1, 2, 1), 3.0))
     assert weights.plain_scale is not None

@@ -17,7 +17,7 @@ from pretuned.artifacts.records import PRECISIONS
 from pretuned.runtime import ExpertWeights
 
 E, N, K = 3, 130, 320  # blocks and groups that are cut off
-FORMATS = [name for name, one in PRECISIONS.items() if one.quantised]
+FORMATS = [name for name, precision in PRECISIONS.items() if precision.quantised]
 BYTE, FP8 = torch.uint8, torch.float8_e4m3fn
 
 
@@ -25,39 +25,39 @@ BYTE, FP8 = torch.uint8, torch.float8_e4m3fn
 def test_quantised_and_back(format: str) -> None:
     torch.manual_seed(0)
     w = torch.randn(E, N, K)
-    made = ExpertWeights.quantize(w.to(torch.bfloat16), format)
-    assert (made.format, made.shape, made.device, made.order) == (format, (E, N, K), w.device, 0)
-    whole = made.dequantize(torch.float32)
-    assert (whole - w).norm() / w.norm() < (0.13 if made.precision.w.bits == 4 else 0.04)
+    weights = ExpertWeights.quantize(w.to(torch.bfloat16), format)
+    assert (weights.format, weights.shape, weights.device, weights.order) == (format, (E, N, K), w.device, 0)
+    whole = weights.dequantize(torch.float32)
+    assert (whole - w).norm() / w.norm() < (0.13 if weights.precision.w.bits == 4 else 0.04)
     for e in range(E):
-        assert torch.equal(made.dequantize(torch.float32, e), whole[e])
-    assert torch.equal(made.dequantize(), whole.to(torch.bfloat16))  # float32, rounded once
-    assert sum(one.nbytes for one in made.tensors().values()) == E * PRECISIONS[format].w_bytes(N, K)
+        assert torch.equal(weights.dequantize(torch.float32, e), whole[e])
+    assert torch.equal(weights.dequantize(), whole.to(torch.bfloat16))  # float32, rounded once
+    assert sum(tensor.nbytes for tensor in weights.tensors().values()) == E * PRECISIONS[format].w_bytes(N, K)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_copied_pickled_and_saved(format: str, tmp_path: Any) -> None:
-    made = ExpertWeights.quantize(torch.randn(2, 4, 64), format)
-    torch.save(made.state_dict(), tmp_path / "w.pt")
+    weights = ExpertWeights.quantize(torch.randn(2, 4, 64), format)
+    torch.save(weights.state_dict(), tmp_path / "w.pt")
     loaded = ExpertWeights.from_state_dict(format, torch.load(tmp_path / "w.pt", weights_only=True))
-    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made)), loaded):
-        assert repr(other) == repr(made)
-        assert other.tensors().keys() == made.tensors().keys()
-        assert all(one.data_ptr() != other.tensors()[name].data_ptr() for name, one in made.tensors().items())
-        assert torch.equal(other.dequantize(), made.dequantize())
+    for other in (copy.deepcopy(weights), pickle.loads(pickle.dumps(weights)), loaded):
+        assert repr(other) == repr(weights)
+        assert other.tensors().keys() == weights.tensors().keys()
+        assert all(tensor.data_ptr() != other.tensors()[name].data_ptr() for name, tensor in weights.tensors().items())
+        assert torch.equal(other.dequantize(), weights.dequantize())
 
 
 def test_moved_to_a_device() -> None:
-    made = ExpertWeights.quantize(torch.randn(2, 4, 64), "nvfp4")
-    assert made.to("cpu") is made
-    moved = made.to("meta")
-    assert (moved.device.type, moved.shape, moved.format) == ("meta", made.shape, made.format)
+    weights = ExpertWeights.quantize(torch.randn(2, 4, 64), "nvfp4")
+    assert weights.to("cpu") is weights
+    moved = weights.to("meta")
+    assert (moved.device.type, moved.shape, moved.format) == ("meta", weights.shape, weights.format)
 
 
 def test_the_tensors_are_not_copied() -> None:
     codes, scale = torch.zeros(2, 4, 16, dtype=BYTE), torch.full((2, 4, 1), 127, dtype=BYTE)
-    made = ExpertWeights.mxfp4(codes, scale)
-    assert (made.codes.data_ptr(), made.scale.data_ptr()) == (codes.data_ptr(), scale.data_ptr())
+    weights = ExpertWeights.mxfp4(codes, scale)
+    assert (weights.codes.data_ptr(), weights.scale.data_ptr()) == (codes.data_ptr(), scale.data_ptr())
     blocks = ExpertWeights.mxfp4(codes.view(2, 4, 1, 16), scale.view(torch.float8_e8m0fnu))
     assert (blocks.codes.data_ptr(), blocks.scale.data_ptr()) == (codes.data_ptr(), scale.data_ptr())
     assert blocks.shape == (2, 4, 32)
@@ -68,9 +68,9 @@ def test_the_tensors_are_not_copied() -> None:
 
 def test_a_parameter_loses_its_gradient() -> None:
     codes = torch.nn.Parameter(torch.zeros(1, 2, 128).to(FP8))
-    made = ExpertWeights.fp8_channel(codes, torch.nn.Parameter(torch.ones(1, 2)))
-    assert not made.codes.requires_grad
-    assert not made.scale.requires_grad
+    weights = ExpertWeights.fp8_channel(codes, torch.nn.Parameter(torch.ones(1, 2)))
+    assert not weights.codes.requires_grad
+    assert not weights.scale.requires_grad
 
 
 def test_quantize_x_is_part_of_the_format() -> None:
@@ -240,18 +240,18 @@ WRONG: list[tuple[Callable[[], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "told"), WRONG, ids=[told[:40] for _, told in WRONG])
-def test_what_can_not_be_used_is_reported(make: Callable[[], object], told: str) -> None:
-    with pytest.raises(InputError, match=re.escape(told)) as error:
+@pytest.mark.parametrize(("make", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
+def test_what_can_not_be_used_is_reported(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)) as error:
         make()
     assert str(error.value).startswith("ExpertWeights: ")
 
 
-@pytest.mark.parametrize("given", [torch.float16, None, torch.zeros(1)])
-def test_a_dtype_is_no_device(given: Any) -> None:
+@pytest.mark.parametrize("value", [torch.float16, None, torch.zeros(1)])
+def test_a_dtype_is_no_device(value: Any) -> None:
     """float16 codes would be read as bytes."""
     with pytest.raises(InputError, match=r"the argument of to\(\) is .*, wanted a device"):
-        ExpertWeights.quantize(torch.randn(2, 64, 128), "fp8_channel").to(given)
+        ExpertWeights.quantize(torch.randn(2, 64, 128), "fp8_channel").to(value)
 
 
 def test_weights_are_not_prepared_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,10 @@ def of_bytes(*shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
-def suffixes(**given: torch.Tensor) -> Suffixes:
-    found = Suffixes("experts.down_proj.weight")
-    found.update(given)
-    return found
+def suffixes(**tensors: torch.Tensor) -> Suffixes:
+    suffixes = Suffixes("experts.down_proj.weight")
+    suffixes.update(tensors)
+    return suffixes
 
 
 PACKINGS: list[tuple[Callable[[Suffixes], Quantised], dict[str, torch.Tensor]]] = [
@@ -73,17 +73,17 @@ PACKINGS: list[tuple[Callable[[Suffixes], Quantised], dict[str, torch.Tensor]]] 
 ]
 
 
-@pytest.mark.parametrize(("read", "given"), PACKINGS)
-def test_stacked_is_each_for_itself(read: Callable[[Suffixes], Quantised], given: dict[str, torch.Tensor]) -> None:
-    stacked = read(suffixes(**given))
+@pytest.mark.parametrize(("read", "tensors"), PACKINGS)
+def test_stacked_is_each_for_itself(read: Callable[[Suffixes], Quantised], tensors: dict[str, torch.Tensor]) -> None:
+    stacked = read(suffixes(**tensors))
     for e in range(E):
-        one = read(suffixes(**{name: tensor[e] for name, tensor in given.items()}))
-        for found, every in zip(one, stacked, strict=True):
-            assert (found is None) == (every is None)
-            if found is not None and every is not None:
+        of_one = read(suffixes(**{name: tensor[e] for name, tensor in tensors.items()}))
+        for part, whole in zip(of_one, stacked, strict=True):
+            assert (part is None) == (whole is None)
+            if part is not None and whole is not None:
                 assert torch.equal(
-                    found.view(torch.uint8) if found.dtype is FP8 else found,
-                    every[e].view(torch.uint8) if found.dtype is FP8 else every[e],
+                    part.view(torch.uint8) if part.dtype is FP8 else part,
+                    whole[e].view(torch.uint8) if part.dtype is FP8 else whole[e],
                 )
     assert stacked.codes.shape == (E, N, K // (1 if stacked.codes.dtype is FP8 else 2))
 
@@ -91,8 +91,8 @@ def test_stacked_is_each_for_itself(read: Callable[[Suffixes], Quantised], given
 def test_zero_points_of_8_are_none() -> None:
     codes, scale = of_bytes(2, 3, 150), torch.rand(2, 3, 3)
     for number in (8, 7):
-        given = Quantised(codes, scale, torch.full((2, 3, 3), number, dtype=torch.uint8))
-        assert (packings.whole_groups(given).zero is None) is (number == 8)
+        quantised = Quantised(codes, scale, torch.full((2, 3, 3), number, dtype=torch.uint8))
+        assert (packings.whole_groups(quantised).zero is None) is (number == 8)
 
 
 @pytest.mark.parametrize(
@@ -104,22 +104,22 @@ def test_groups_of_other_sizes_are_several_that_are_equal(group: int, unit: int)
     scale, zero = torch.rand(E, N, G), torch.randint(0, 16, (E, N, G))
     stored = packings.pack(zero.to(torch.uint8).mT).reshape(E, G, N // 2).clone(memory_format=torch.contiguous_format)
     stored = stored.view(torch.int32).mT  # packed along N
-    given = suffixes(weight_packed=whole(E, N, K // 8), weight_scale=scale, weight_zero_point=stored)
-    found = packings.packed_int4(given, Int4(group))
+    named = suffixes(weight_packed=whole(E, N, K // 8), weight_scale=scale, weight_zero_point=stored)
+    quantised = packings.packed_int4(named, Int4(group))
     each = torch.arange(0, K, unit) // (min(group, K) if group > 0 else K)
-    assert torch.equal(found.scale, scale[..., each])
-    assert found.zero is not None
-    assert torch.equal(found.zero.int(), zero[..., each].int())
+    assert torch.equal(quantised.scale, scale[..., each])
+    assert quantised.zero is not None
+    assert torch.equal(quantised.zero.int(), zero[..., each].int())
 
 
 @pytest.mark.parametrize("group", [48, 16, 24])
 def test_groups_that_are_no_multiple_of_32_are_refused(group: int) -> None:
     G = -(-96 // group)
-    given = suffixes(weight_packed=whole(N, 12), weight_scale=torch.rand(N, G))
+    named = suffixes(weight_packed=whole(N, 12), weight_scale=torch.rand(N, G))
     with pytest.raises(
         InputError, match=rf"the group of 'experts.down_proj.weight' is {group}, wanted a multiple of 32"
     ):
-        packings.packed_int4(given, Int4(group, symmetric=True))
+        packings.packed_int4(named, Int4(group, symmetric=True))
 
 
 def test_what_is_missing_or_of_another_dtype_is_named() -> None:
@@ -135,22 +135,22 @@ def test_an_engine_s_experts_are_those_of_their_stacked_tensors() -> None:
     """Zero points stay, all 8 or not: an engine's layer has the dtype that its config says."""
     awq = {"qweight": whole(E, K, N // 8), "scales": torch.rand(E, K // 64, N), "qzeros": whole(E, K // 64, N // 8)}
     awq["qzeros"][:] = 0x88888888 - (1 << 32)
-    given = {
+    tensors = {
         "weight_packed": whole(E, N, K // 8),
         "weight_scale": torch.rand(E, N, K // 32),
         "weight_zero_point": whole(E, N // 8, K // 32),
     }
     gptq = {"qweight": whole(E, K // 8, N), "scales": torch.rand(E, K // 64, N)}
-    for found, wanted in (
+    for stored, wanted in (
         (packings.awq_experts(*awq.values(), group=64), packings.awq(suffixes(**awq), Int4(64))),
-        (packings.packed_experts(*given.values(), group=32), packings.packed_int4(suffixes(**given), Int4(32))),
+        (packings.packed_experts(*tensors.values(), group=32), packings.packed_int4(suffixes(**tensors), Int4(32))),
         (packings.gptq_experts(*gptq.values(), group=64), packings.gptq(suffixes(**gptq), Int4(64, symmetric=True))),
     ):
-        assert all(one.is_contiguous() for one in found)
-        assert len(found) == sum(one is not None for one in wanted)
-        for one, of_all in zip(found, wanted, strict=False):
+        assert all(tensor.is_contiguous() for tensor in stored)
+        assert len(stored) == sum(tensor is not None for tensor in wanted)
+        for tensor, of_all in zip(stored, wanted, strict=False):
             assert of_all is not None
-            assert torch.equal(one, of_all)
+            assert torch.equal(tensor, of_all)
 
 
 def test_words_of_awq_and_gptq_are_undone() -> None:

@@ -21,9 +21,9 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def expected(w: torch.Tensor, N: int, K: int, parts: int) -> torch.Tensor:
     E, rows, columns = w.shape
-    made = torch.zeros(E, parts, N // parts, K, dtype=w.dtype)
-    made[:, :, : rows // parts, :columns] = w.view(E, parts, rows // parts, columns)
-    return made.view(E, N, K)
+    padded = torch.zeros(E, parts, N // parts, K, dtype=w.dtype)
+    padded[:, :, : rows // parts, :columns] = w.view(E, parts, rows // parts, columns)
+    return padded.view(E, N, K)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -41,13 +41,13 @@ def test_values_are_the_same_and_zeros_after_them(
     format: str, shape: tuple[int, ...], N: int, K: int, parts: int
 ) -> None:
     w = ExpertWeights.quantize(drawn(*shape), format)
-    before = {name: one.clone() for name, one in w.tensors().items()}
+    before = {name: tensor.clone() for name, tensor in w.tensors().items()}
     wide = padded(w, N, K, parts=parts)
     assert (wide.format, tuple(wide.shape)) == (format, (shape[0], N, K))
     assert torch.equal(wide.dequantize(torch.float32), expected(w.dequantize(torch.float32), N, K, parts))
-    assert all(one.is_contiguous() for one in wide.tensors().values())
-    for name, one in w.tensors().items():
-        assert torch.equal(one.view(torch.uint8), before[name].view(torch.uint8))
+    assert all(tensor.is_contiguous() for tensor in wide.tensors().values())
+    for name, tensor in w.tensors().items():
+        assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8))
     back = ExpertWeights.from_state_dict(format, wide.state_dict())  # which checks all of its tensors
     assert back.shape == wide.shape
 
@@ -57,8 +57,8 @@ def test_values_are_the_same_and_zeros_after_them(
 def test_padding_is_undone(format: str, shape: tuple[int, ...], N: int, K: int, parts: int) -> None:
     w = ExpertWeights.quantize(drawn(*shape), format)
     back = narrowed(padded(w, N, K, parts=parts).prepare().restore(), *shape[1:], parts=parts)
-    for name, one in w.tensors().items():
-        assert torch.equal(one.view(torch.uint8), back.tensors()[name].view(torch.uint8)), name
+    for name, tensor in w.tensors().items():
+        assert torch.equal(tensor.view(torch.uint8), back.tensors()[name].view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -67,9 +67,9 @@ def test_padded_weights_can_be_prepared(format: str) -> None:
     assert not w.can_be_prepared
     wide = padded(w, 64, 128)
     values = wide.dequantize(torch.float32)
-    made = wide.prepare()
-    assert made.is_prepared
-    assert torch.equal(made.dequantize(torch.float32), values)
+    prepared = wide.prepare()
+    assert prepared.is_prepared
+    assert torch.equal(prepared.dequantize(torch.float32), values)
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "nvfp4", "fp8_channel", "int4_g32", "int4_g32_zp"])

@@ -45,12 +45,12 @@ def test_the_first_that_means_one_of_the_names() -> None:
     groups = (NAMES, OTHERS, ())
     for i in range(len(EACH)):
         wanted = [
-            next((j for j, one in enumerate(EACH[i:]) if any(means(one, name) for name in names)), None)
+            next((j for j, pattern in enumerate(EACH[i:]) if any(means(pattern, name) for name in names)), None)
             for names in groups
         ]
         assert first_matching(EACH[i:], groups, "w", "of it") == wanted
-        one = [0 if any(means(EACH[i], name) for name in names) else None for names in groups]
-        assert first_matching(EACH[i : i + 1], groups, "w", "of it") == one
+        first = [0 if any(means(EACH[i], name) for name in names) else None for names in groups]
+        assert first_matching(EACH[i : i + 1], groups, "w", "of it") == first
     assert first_matching([], groups, "w", "of it") == [None, None, None]
 
 
@@ -138,9 +138,9 @@ def test_of_those_that_take_long_some_are_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(patterns, "_LONGEST_S", 0.0)
     wanted = r'^w: the patterns of it take over 0 s: "re:\(a\)", "re:\(b\)", "re:\(c\)", \.\.\.$'
     with pytest.raises(InputError, match=wanted):
-        first_matching([f"re:({one})" for one in "abcd"], [NAMES], "w", "of it")
+        first_matching([f"re:({letter})" for letter in "abcd"], [NAMES], "w", "of it")
     with pytest.raises(InputError, match=r'0 s: "re:\(a\)", "re:\(b\)", "re:\(c\)"$'):
-        first_matching([f"re:({one})" for one in "abc"], [NAMES], "w", "of it")
+        first_matching([f"re:({letter})" for letter in "abc"], [NAMES], "w", "of it")
 
 
 def test_many_patterns_and_names_are_refused_in_time() -> None:

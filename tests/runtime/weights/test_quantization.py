@@ -12,13 +12,13 @@ from pretuned.runtime.weights import quantization
 from pretuned.runtime.weights.quantization import by_module, find, names_of
 
 EXPERT = "model.layers.{}.mlp.experts.{}.{}"
-MODULES = [EXPERT.format(*one) for one in ((3, 0, "gate_proj"), (3, 12, "down_proj"), (30, 1, "down_proj"))]
+MODULES = [EXPERT.format(*place) for place in ((3, 0, "gate_proj"), (3, 12, "down_proj"), (30, 1, "down_proj"))]
 
 
 def bits(settings: dict[str, Any]) -> list[Any]:
     """Of each of ``MODULES``; None for one that is left out."""
-    found = by_module(settings, [(one,) for one in MODULES], "w")
-    return [None if one is None else one["bits"] for one in found]
+    results = by_module(settings, [(module,) for module in MODULES], "w")
+    return [None if setting is None else setting["bits"] for setting in results]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_extra_config_of_auto_round(extra: dict[str, Any], wanted: list[Any]) ->
 )
 def test_keys_of_extra_config_match_anywhere_in_a_name(key: str) -> None:
     """(re.search, in AutoRound and in vLLM.)"""
-    wanted = [8 if re.search(key, one) else 4 for one in MODULES]
+    wanted = [8 if re.search(key, module) else 4 for module in MODULES]
     assert bits({"quant_method": "auto-round", "bits": 4, "extra_config": {key: {"bits": 8}}}) == wanted
 
 
@@ -96,23 +96,25 @@ def test_config_groups_of_compressed_tensors(first: int, second: int) -> None:
     """By name, in order, by the library's own ``match_name``; then by class."""
     match_name = pytest.importorskip("compressed_tensors.utils.match").match_name
     groups = {"a": {"targets": TARGETS[first]}, "b": {"targets": TARGETS[second]}}
-    ordered = {one: name for name, group in groups.items() for one in group["targets"]}  # the later group has it
-    for module, found in zip(
+    ordered = {target: name for name, group in groups.items() for target in group["targets"]}  # the later group has it
+    for module, setting in zip(
         MODULES,
         by_module(
-            {"quant_method": "compressed-tensors", "config_groups": groups}, [names_of(one) for one in MODULES], "w"
+            {"quant_method": "compressed-tensors", "config_groups": groups},
+            [names_of(module) for module in MODULES],
+            "w",
         ),
         strict=True,
     ):
         named = next((name for target, name in ordered.items() if match_name(module, target)), None)
         by_class = ordered.get("Linear") or ordered.get("down_proj")  # one class alone is taken for that of experts
         wanted = named or by_class
-        assert (None if found is None else list(found["config_groups"])) == (None if wanted is None else [wanted])
+        assert (None if setting is None else list(setting["config_groups"])) == (None if wanted is None else [wanted])
 
 
 def test_modules_share_their_settings() -> None:
     settings = {"quant_method": "gptq", "bits": 4, "dynamic": {".*down.*": {"bits": 8}}}
-    gate, down, other = by_module(settings, [(one,) for one in MODULES], "w")
+    gate, down, other = by_module(settings, [(module,) for module in MODULES], "w")
     assert gate is settings
     assert down is other
 
@@ -120,7 +122,7 @@ def test_modules_share_their_settings() -> None:
 def test_a_name_under_every_root() -> None:
     layer = "layers.3.mlp.experts.0.w1"
     for root in quantization.ROOTS:
-        assert set(names_of(root + layer)) == {one + layer for one in quantization.ROOTS}
+        assert set(names_of(root + layer)) == {root + layer for root in quantization.ROOTS}
         assert names_of(root + layer)[0] == root + layer
     assert names_of("experts.0.w1") == ("experts.0.w1",)
 
@@ -145,7 +147,7 @@ def test_objects_inside_each_other_for_ever() -> None:
 
 
 def test_what_is_wrong_is_named() -> None:
-    for config, told in (
+    for config, message in (
         ({"config_groups": {"a": 5}}, "w: a group of the config is a int, wanted a dict"),
         ({"config_groups": {"a": {"targets": "Linear"}}}, "w: the config's targets of a group is 'Linear', wanted a"),
         ({"config_groups": {str(i): {} for i in range(129)}}, "w: 129 config_groups, the limit is 128"),
@@ -153,4 +155,4 @@ def test_what_is_wrong_is_named() -> None:
     ):
         with pytest.raises(InputError) as caught:
             by_module({"quant_method": "compressed-tensors", **config}, [("x",)], "w")
-        assert str(caught.value).startswith(told)
+        assert str(caught.value).startswith(message)

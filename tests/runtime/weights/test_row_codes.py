@@ -28,8 +28,8 @@ def test_codes_of_rows_are_those_of_a_product_that_quantises_x(monkeypatch: pyte
     for here in (slice(0, M), slice(M // 2, M), slice(0, 1)):
         assert torch.equal(values_of_rows(codes, scale, here), wanted[here])
     monkeypatch.setattr(row_codes, "_CHUNK_ELEMENTS", 2 * K)  # two rows at a time
-    for one, again in zip((codes, scale), codes_of_rows(x, BLOCKS), strict=True):
-        assert torch.equal(one.view(torch.uint8), again.view(torch.uint8))
+    for tensor, again in zip((codes, scale), codes_of_rows(x, BLOCKS), strict=True):
+        assert torch.equal(tensor.view(torch.uint8), again.view(torch.uint8))
 
 
 @pytest.mark.parametrize("M", [1, 7])
@@ -54,7 +54,7 @@ def test_codes_of_rows_lie_in_the_kernel_s_order() -> None:
     for k in range(64):
         s, h, c, p = k // 16, k // 8 % 2, k // 2 % 4, k % 2
         assert bits[16 * c + 4 * s + 2 * p + 1 - h] == k + 1
-    assert [one - 1 for one in bits] == list(K_ORDER)
+    assert [bit - 1 for bit in bits] == list(K_ORDER)
 
 
 @pytest.mark.parametrize("dtype", [DType.FP8_BLOCK, DType.FP8_CHANNEL, DType.FP8_BLOCK_A16, DType.MXFP4])

@@ -23,7 +23,7 @@ from pretuned.runtime.weights import codes
 from pretuned.runtime.weights.prepared_layout import ORDERS
 
 E, N, K = 3, 128, 256
-FORMATS = [name for name, one in PRECISIONS.items() if one.quantised]
+FORMATS = [name for name, precision in PRECISIONS.items() if precision.quantised]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -31,40 +31,40 @@ def numbers(seed: int, size: float = 0.05, dtype: torch.dtype = torch.bfloat16) 
     return (torch.randn(E, N, K, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)
 
 
-def made(format: str, *, prepared: bool, seed: int = 0) -> ExpertWeights:
+def packed_weights(format: str, *, prepared: bool, seed: int = 0) -> ExpertWeights:
     w = ExpertWeights.quantize(numbers(seed), format)
     return w.prepare() if prepared else w
 
 
 def every_bit(w: ExpertWeights) -> dict[str, torch.Tensor]:
-    every = w.tensors() | ({} if w.derived is None else {"derived": w.derived})
-    return {name: one.reshape(-1).view(torch.uint8).clone() for name, one in every.items()}
+    tensors = w.tensors() | ({} if w.derived is None else {"derived": w.derived})
+    return {name: tensor.reshape(-1).view(torch.uint8).clone() for name, tensor in tensors.items()}
 
 
 def equal(w: ExpertWeights, bits: dict[str, torch.Tensor]) -> bool:
     now = every_bit(w)
-    return now.keys() == bits.keys() and all(torch.equal(one, bits[name]) for name, one in now.items())
+    return now.keys() == bits.keys() and all(torch.equal(tensor, bits[name]) for name, tensor in now.items())
 
 
 def addresses(w: ExpertWeights) -> list[int]:
-    every = [*w.tensors().values(), *([] if w.derived is None else [w.derived])]
-    return [one.data_ptr() for one in every]
+    tensors = [*w.tensors().values(), *([] if w.derived is None else [w.derived])]
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
 def test_w_is_quantised_in_place_to_the_bits_of_new_weights(format: str, prepared: bool, dtype: torch.dtype) -> None:
-    w, new = made(format, prepared=prepared), numbers(1, dtype=dtype)
+    w, new = packed_weights(format, prepared=prepared), numbers(1, dtype=dtype)
     before = addresses(w)
     want = ExpertWeights.quantize(new, format)
     assert w.copy_(new) is w
     assert addresses(w) == before
     assert equal(w, every_bit(want.prepare() if prepared else want))
     x, m_sizes = torch.randn(6, K), torch.tensor([1, 2, 3], dtype=torch.int32)
-    fresh = made(format, prepared=prepared, seed=1) if dtype is torch.bfloat16 else copy.deepcopy(w)
+    fresh = packed_weights(format, prepared=prepared, seed=1) if dtype is torch.bfloat16 else copy.deepcopy(w)
     assert torch.equal(grouped_gemm(x, w, m_sizes), grouped_gemm(x, fresh, m_sizes))
-    again = made(format, prepared=prepared)
+    again = packed_weights(format, prepared=prepared)
     assert ExpertWeights.quantize(new, format, out=again, check=False) is again
     assert equal(again, every_bit(w))
 
@@ -73,17 +73,17 @@ def test_w_is_quantised_in_place_to_the_bits_of_new_weights(format: str, prepare
 @pytest.mark.parametrize("of_prepared", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
 def test_weights_are_copied_from_either_layout_to_either(format: str, of_prepared: bool, to_prepared: bool) -> None:
-    w, other = made(format, prepared=to_prepared), made(format, prepared=of_prepared, seed=1)
+    w, other = packed_weights(format, prepared=to_prepared), packed_weights(format, prepared=of_prepared, seed=1)
     before = addresses(w)
     w.copy_(other, check=to_prepared)
     assert addresses(w) == before
-    assert equal(w, every_bit(made(format, prepared=to_prepared, seed=1)))
+    assert equal(w, every_bit(packed_weights(format, prepared=to_prepared, seed=1)))
 
 
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_refused_changes_nothing(format: str, prepared: bool) -> None:
-    w = made(format, prepared=prepared)
+    w = packed_weights(format, prepared=prepared)
     before, fine = every_bit(w), numbers(1)
     for value in (math.nan, math.inf, -math.inf):
         wrong = fine.clone()
@@ -92,7 +92,7 @@ def test_what_is_refused_changes_nothing(format: str, prepared: bool) -> None:
             w.copy_(wrong)
         with pytest.raises(InputError, match="NaN or infinite"):
             ExpertWeights.quantize(wrong, format, out=w)
-    for given, told in (
+    for new, message in (
         (fine[:2], r"wanted \[3, 128, 256\]"),
         (fine.mT, r"wanted \[3, 128, 256\]"),
         (fine.to(torch.int32), "a floating-point type"),
@@ -100,24 +100,24 @@ def test_what_is_refused_changes_nothing(format: str, prepared: bool) -> None:
         (fine.to("meta"), "on meta"),
         ([1.0], "list, wanted"),
     ):
-        with pytest.raises(InputError, match=told):
-            w.copy_(given)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=message):
+            w.copy_(new)  # type: ignore[arg-type]
     other = "mxfp4" if format != "mxfp4" else "mxfp8"
     with pytest.raises(InputError, match=f"copy_'s argument is ExpertWeights.{other}"):
-        w.copy_(made(other, prepared=False))
+        w.copy_(packed_weights(other, prepared=False))
     with pytest.raises(InputError, match=f"out is .*, wanted {other} weights"):
         ExpertWeights.quantize(fine, other, out=w)
     with pytest.raises(InputError, match="check is 'no', wanted True or False"):
         w.copy_(fine, check="no")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="on meta"):
-        w.copy_(made(format, prepared=prepared).to("meta"))
+        w.copy_(packed_weights(format, prepared=prepared).to("meta"))
     assert equal(w, before)
 
 
-@pytest.mark.parametrize("format", [one for one in FORMATS if ORDERS[one].most < math.inf])
+@pytest.mark.parametrize("format", [format for format in FORMATS if ORDERS[format].most < math.inf])
 def test_no_number_is_larger_than_prepared_weights_have_room_for(format: str) -> None:
     """Below ``most`` every scale has room; from there on a copy is refused, whichever sign."""
-    w, most = made(format, prepared=True), ORDERS[format].most
+    w, most = packed_weights(format, prepared=True), ORDERS[format].most
     new = numbers(1, dtype=torch.float32)
     for sign in (1, -1):
         new[1, 5, 7] = torch.tensor(sign * most).nextafter(torch.tensor(0.0))
@@ -128,7 +128,7 @@ def test_no_number_is_larger_than_prepared_weights_have_room_for(format: str) ->
         with pytest.raises(InputError, match=r"what prepared .* weights have room for"):
             w.copy_(new)
         assert equal(w, before)
-        made(format, prepared=False).copy_(new)  # the checkpoint's layout has room
+        packed_weights(format, prepared=False).copy_(new)  # the checkpoint's layout has room
     huge = torch.full((128, 256), 2 * most)
     huge[:, ::2] *= -1
     assert not ORDERS[format].room(codes.quantise(format, huge).scale)
@@ -138,7 +138,7 @@ def test_no_number_is_larger_than_prepared_weights_have_room_for(format: str) ->
 @pytest.mark.parametrize("format", FORMATS)
 def test_no_number_is_larger_than_float32_has_room_for(format: str, prepared: bool) -> None:
     """Scales are computed in float32: of what is infinite there, all codes of a group would be wrong."""
-    w, new = made(format, prepared=prepared), numbers(1).double()
+    w, new = packed_weights(format, prepared=prepared), numbers(1).double()
     before = every_bit(w)
     new[1, 5, 7] = 1e39
     with pytest.raises(InputError, match="w is NaN or infinite"):
@@ -160,7 +160,7 @@ def test_no_number_is_larger_than_float32_has_room_for(format: str, prepared: bo
 @pytest.mark.parametrize("format", ["int4_g32", "int4_g128_zp"])
 def test_int4_with_scales_of_another_dtype(format: str, dtype: torch.dtype, prepared: bool) -> None:
     """They are numbers that bf16 has, too: what kernels read is what is stored."""
-    plain = made(format, prepared=False)
+    plain = packed_weights(format, prepared=False)
     w = ExpertWeights.int4(plain.codes, plain.scale.to(dtype), plain.zero)
     w = w.prepare() if prepared else w
     new = numbers(1)
@@ -184,17 +184,17 @@ def test_memory_is_of_one_expert_beside_the_result(format: str) -> None:
         most = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            made = func(*args, **(kwargs or {}))
-            for one in made if isinstance(made, tuple | list) else (made,):
-                if isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() not in known:
-                    self.most = max(self.most, one.untyped_storage().nbytes())
-            return made
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in storages:
+                    self.most = max(self.most, tensor.untyped_storage().nbytes())
+            return out
 
     many = 24
     w = ExpertWeights.quantize(numbers(0)[:1].expand(many, N, K).contiguous(), format).prepare()
     new, other = torch.randn(many, N, K), ExpertWeights.quantize(torch.randn(many, N, K), format)
     tensors = [new, *w.tensors().values(), *other.tensors().values(), *([] if w.derived is None else [w.derived])]
-    known = {one.untyped_storage().data_ptr() for one in tensors}
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     of_expert = 4 * N * K
     with Largest() as seen:
         w.copy_(new)
@@ -203,7 +203,7 @@ def test_memory_is_of_one_expert_beside_the_result(format: str) -> None:
 
 
 def test_a_copy_without_the_check_reads_nothing_beforehand() -> None:
-    w, new = made("fp8_channel", prepared=True), numbers(1)
+    w, new = packed_weights("fp8_channel", prepared=True), numbers(1)
     new[0, 0, 0] = math.inf
     w.copy_(new, check=False)
     want = ExpertWeights.quantize(new[1:], "fp8_channel").prepare()
@@ -237,30 +237,30 @@ def capture(clean_places: Path) -> Iterator[Capture]:
 
 
 def test_a_copy_in_a_capture_is_to_be_without_the_check(capture: Capture) -> None:
-    w = made("mxfp4", prepared=True)
+    w = packed_weights("mxfp4", prepared=True)
     before = every_bit(w)
     with capture(), pytest.raises(InputError, match="can't be checked, wanted check=False"):
         w.copy_(numbers(1))
     assert equal(w, before)
     with capture():
         w.copy_(numbers(1), check=False)
-    assert equal(w, every_bit(made("mxfp4", prepared=True, seed=1)))
+    assert equal(w, every_bit(packed_weights("mxfp4", prepared=True, seed=1)))
 
 
 def test_weights_in_a_capture(capture: Capture) -> None:
     """Nothing is read there: prepared weights were checked when they were made, others need ``check=False``."""
-    w = made("fp8_block", prepared=True)
-    plain, ready = (made("fp8_block", prepared=one, seed=1) for one in (False, True))
+    w = packed_weights("fp8_block", prepared=True)
+    plain, ready = (packed_weights("fp8_block", prepared=prepared, seed=1) for prepared in (False, True))
     before, want = every_bit(w), every_bit(ready)
     with capture(), pytest.raises(InputError, match="in the capture of a CUDA graph, wanted check=False there"):
         w.copy_(plain)
     assert equal(w, before)
-    for given in (ready, numbers(1), plain):
+    for new in (ready, numbers(1), plain):
         with capture():
             w.copy_(numbers(0), check=False)
         assert equal(w, before)
         with capture():
-            w.copy_(given, check=given is ready)
+            w.copy_(new, check=new is ready)
         assert equal(w, want)
     assert not w._is_current()  # the replay writes the scale, and the next call what is derived of it
     assert equal(w, want)
@@ -269,7 +269,7 @@ def test_weights_in_a_capture(capture: Capture) -> None:
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp4", "int4_g32_zp"])
 def test_weights_in_the_same_memory_are_not_moved_over_themselves(format: str) -> None:
     """A kernel would read what it has written."""
-    stored = made(format, prepared=False)
+    stored = packed_weights(format, prepared=False)
     first = copy.deepcopy(stored)
     ready = stored.prepare_in_place()
     before = every_bit(ready)
@@ -278,7 +278,9 @@ def test_weights_in_the_same_memory_are_not_moved_over_themselves(format: str) -
             to.copy_(other, check=False)
     whole = torch.zeros(ready.codes.untyped_storage().nbytes() * 8, dtype=torch.uint8)
     codes = whole[: ready.codes.nbytes].view(torch.int32).view(ready.codes.shape).copy_(ready.codes)
-    apart = ExpertWeights(format, codes, *(None if one is None else one.clone() for one in ready._quantised[1:]))
+    apart = ExpertWeights(
+        format, codes, *(None if tensor is None else tensor.clone() for tensor in ready._quantised[1:])
+    )
     w = whole.view(torch.bfloat16)[64 : 64 + E * N * K].view(E, N, K)
     with pytest.raises(InputError, match="w is in the memory of these weights"):
         apart.copy_(w)
@@ -290,7 +292,7 @@ def test_weights_in_the_same_memory_are_not_moved_over_themselves(format: str) -
 
 def test_a_wrapper_of_tensors_is_refused() -> None:
     """A kernel would get the address that it says, which is none."""
-    w, new = made("mxfp4", prepared=True), numbers(1)
+    w, new = packed_weights("mxfp4", prepared=True), numbers(1)
     before = every_bit(w)
     with pytest.raises(InputError, match=r"w is a TwoTensor, wanted .* full_tensor\(\)"):
         w.copy_(TwoTensor(new, new.clone()))
@@ -301,16 +303,16 @@ def test_w_may_be_a_view_of_other_memory() -> None:
     """Gate and up are halves of a trainer's, or K comes first."""
     new = numbers(1)
     both = torch.cat((torch.zeros_like(new), new), 1)[:, N:]
-    for given in (both, new.mT.contiguous().mT, new.requires_grad_()):
-        w = made("fp8_block", prepared=True).copy_(given)
-        assert equal(w, every_bit(made("fp8_block", prepared=True, seed=1)))
-    w = made("fp8_block", prepared=True)
+    for wrong in (both, new.mT.contiguous().mT, new.requires_grad_()):
+        w = packed_weights("fp8_block", prepared=True).copy_(wrong)
+        assert equal(w, every_bit(packed_weights("fp8_block", prepared=True, seed=1)))
+    w = packed_weights("fp8_block", prepared=True)
     threads = [threading.Thread(target=w.copy_, args=(new,)) for _ in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert equal(w, every_bit(made("fp8_block", prepared=True, seed=1)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert equal(w, every_bit(packed_weights("fp8_block", prepared=True, seed=1)))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -324,7 +326,7 @@ def test_weights_of_any_size_are_written_in_the_checkpoints_layout(format: str) 
 def test_what_fp8_has_is_quantised_to_its_own_codes() -> None:
     """A refit with the numbers that the weights have changes no bit."""
     for format in ("fp8_block", "fp8_channel", "mxfp8", "mxfp4"):
-        w = made(format, prepared=True)
+        w = packed_weights(format, prepared=True)
         before = every_bit(w)
         w.copy_(w.dequantize(torch.float32))
         assert equal(w, before), format

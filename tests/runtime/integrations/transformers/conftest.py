@@ -36,5 +36,7 @@ def keeping(peft: Any) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def checkpoints(keeping: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tiny_quantised.Pair]:
-    made = {kind: getattr(tiny_quantised, kind)(tmp_path_factory.mktemp(kind)) for kind in ("fp8", "mxfp4", "int4")}
-    return made | {"packed": tiny_quantised.compressed(tmp_path_factory.mktemp("packed"), "mxfp4")}
+    checkpoints = {
+        kind: getattr(tiny_quantised, kind)(tmp_path_factory.mktemp(kind)) for kind in ("fp8", "mxfp4", "int4")
+    }
+    return checkpoints | {"packed": tiny_quantised.compressed(tmp_path_factory.mktemp("packed"), "mxfp4")}

@@ -29,7 +29,7 @@ def test_results_are_those_of_the_dequantised_model_by_peft(
     for experts in experts_of(model):
         assert quantised(experts, "gate_up_proj") is not None
     shapes, wanted_shapes = (
-        {name: (one.shape, one.dtype) for name, one in each.named_parameters() if "lora_" in name}
+        {name: (tensor.shape, tensor.dtype) for name, tensor in each.named_parameters() if "lora_" in name}
         for each in (model, twin)
     )
     assert shapes == wanted_shapes
@@ -43,7 +43,7 @@ def test_results_are_those_of_the_dequantised_model_by_peft(
         off, wanted_off = model(input_ids=IDS).logits, twin(input_ids=IDS).logits
     torch.testing.assert_close(off, wanted_off, rtol=1e-3, atol=1e-3)
     assert near(off, got) > 0.01
-    assert not any(adapters.any_held(one) for one in experts_of(model))
+    assert not any(adapters.any_held(experts) for experts in experts_of(model))
     assert "pretuned" not in caplog.text
 
 
@@ -64,7 +64,7 @@ def test_in_bf16_and_in_autocast(peft: Any, checkpoints: dict[str, tiny_quantise
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(one, marks=pytest.mark.nightly) for one in KINDS[1:])])
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS[1:])])
 def test_twenty_steps_learn_and_what_is_saved_is_an_adapter_of_the_dequantised_model_too(
     peft: Any, checkpoints: dict[str, tiny_quantised.Pair], kind: str, tmp_path: Path
 ) -> None:
@@ -73,8 +73,10 @@ def test_twenty_steps_learn_and_what_is_saved_is_an_adapter_of_the_dequantised_m
     models = {}
     for how, place in (("pretuned", pair.quantised), ("eager", pair.twin)):
         model = models[how] = adapted(peft, loaded(place, how))
-        codes = {name: one.clone() for name, one in model.named_parameters() if "lora_" not in name}
-        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=3e-2)
+        codes = {name: tensor.clone() for name, tensor in model.named_parameters() if "lora_" not in name}
+        optimizer = torch.optim.AdamW(
+            [parameter for parameter in model.parameters() if parameter.requires_grad], lr=3e-2
+        )
         losses[how] = []
         for _ in range(20):
             loss = model(input_ids=IDS, labels=IDS).loss
@@ -83,8 +85,8 @@ def test_twenty_steps_learn_and_what_is_saved_is_an_adapter_of_the_dequantised_m
             optimizer.step()
             losses[how].append(float(loss.detach()))
         assert all(
-            torch.equal(codes[name].view(torch.uint8), one.view(torch.uint8))
-            for name, one in model.named_parameters()
+            torch.equal(codes[name].view(torch.uint8), parameter.view(torch.uint8))
+            for name, parameter in model.named_parameters()
             if name in codes
         )
     assert losses["pretuned"][-1] < 0.8 * losses["pretuned"][0]
@@ -102,7 +104,7 @@ def test_twenty_steps_learn_and_what_is_saved_is_an_adapter_of_the_dequantised_m
 
 @pytest.mark.slow
 def test_several_adapters_are_summed(peft: Any, checkpoints: dict[str, tiny_quantised.Pair]) -> None:
-    found = []
+    results = []
     for place, how in zip(checkpoints["mxfp4"], ("pretuned", "eager"), strict=True):
         model = adapted(peft, loaded(place, how))
         alone, _ = run(model)
@@ -110,12 +112,12 @@ def test_several_adapters_are_summed(peft: Any, checkpoints: dict[str, tiny_quan
         model.add_adapter("other", peft.LoraConfig(r=3, **config))
         fill(model, 2)
         model.base_model.set_adapter(["default", "other"])
-        found.append(run(model))
-        assert near(found[-1][0], alone) > 1e-2
-    (got, grads), (wanted, wanted_grads) = found
+        results.append(run(model))
+        assert near(results[-1][0], alone) > 1e-2
+    (got, grads), (wanted, wanted_grads) = results
     torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
     assert len(grads) == len(wanted_grads) == 16
-    assert all(near(grads[name], one) < 1e-3 for name, one in wanted_grads.items())
+    assert all(near(grads[name], grad) < 1e-3 for name, grad in wanted_grads.items())
     model = adapted(peft, loaded(checkpoints["mxfp4"].quantised), r=200)
     model.add_adapter("other", peft.LoraConfig(r=100, **config))
     model.base_model.set_adapter(["default", "other"])
@@ -158,11 +160,11 @@ def test_compiled_as_one_graph(peft: Any, checkpoints: dict[str, tiny_quantised.
         logits = model(input_ids=IDS).logits
         logits.float().square().mean().backward()
         torch.testing.assert_close(logits.detach(), wanted, rtol=1e-4, atol=1e-4)
-        for name, one in model.named_parameters():
-            if one.requires_grad:
-                assert near(one.grad, grads[name]) < 1e-4
+        for name, tensor in model.named_parameters():
+            if tensor.requires_grad:
+                assert near(tensor.grad, grads[name]) < 1e-4
         for experts in experts_of(model):  # as a move does: what the graph reads goes along
-            experts._apply(lambda one: one.clone())
+            experts._apply(lambda tensor: tensor.clone())
     torch._dynamo.reset()
 
 
@@ -186,7 +188,9 @@ def test_what_can_t_be_is_refused_by_name(peft: Any, checkpoints: dict[str, tiny
         model(input_ids=IDS)
     model.set_experts_implementation("pretuned")
     assert torch.equal(run(model)[0], wanted)
-    assert not [name for one in experts_of(model) for name, _ in one.named_parameters() if name.endswith("proj")]
+    assert not [
+        name for experts in experts_of(model) for name, _ in experts.named_parameters() if name.endswith("proj")
+    ]
 
 
 @pytest.mark.slow
@@ -195,7 +199,7 @@ def test_adapters_that_were_put_on_for_another_implementation_are_reported(
 ) -> None:
     """PEFT's own would add to fp8 codes; what runs them then is transformers' code, where there is a GPU."""
     model = loaded(checkpoints["fp8"].quantised, "eager")
-    assert not any(hasattr(type(one), "unmergeable") for one in adapted(peft, model).modules())
+    assert not any(hasattr(type(module), "unmergeable") for module in adapted(peft, model).modules())
     model.set_experts_implementation("pretuned")
     for experts in experts_of(model):
         torch.nn.utils.parametrize.register_parametrization(experts, "gate_up_proj", torch.nn.Identity())

@@ -26,7 +26,7 @@ def library() -> Iterator[Any]:
     ours.register()
 
 
-def made(library: Any, *, wide: int = 128, **more: Any) -> Any:
+def model_of(library: Any, *, wide: int = 128, **more: Any) -> Any:
     config = library.Qwen3MoeConfig(
         vocab_size=V,
         hidden_size=128,
@@ -64,7 +64,7 @@ def precisions(model: Any) -> list[Any]:
 
 def test_experts_that_learn_run_in_fp8(library: Any) -> None:
     ours.register(training="fp8")
-    model = made(library)
+    model = model_of(library)
     assert precisions(model) == ["fp8"]
     experts = model.model.layers[0].mlp.experts
     assert experts.gate_up_proj.grad.dtype is torch.bfloat16
@@ -80,7 +80,7 @@ def test_experts_that_learn_run_in_fp8(library: Any) -> None:
 def test_adapters_keep_their_precision(library: Any) -> None:
     peft = pytest.importorskip("peft", minversion="0.21")
     ours.register(training="fp8")
-    model = made(library)
+    model = model_of(library)
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=[], target_parameters=names))
     assert precisions(model) == [None]
@@ -91,10 +91,10 @@ def test_what_fp8_does_not_take_is_logged_once(
 ) -> None:
     ours.register(training="fp8")
     ours._tell.cache_clear()
-    model = made(library, wide=96)
+    model = model_of(library, wide=96)
     for _ in range(2):
         assert precisions(model)[-1] is None
-    (line,) = [one.getMessage() for one in caplog.records if one.name == ours.__name__]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == ours.__name__]
     assert line.startswith("pretuned: Qwen3MoeExperts is not trained in fp8: moe_mlp: I=96")
     monkeypatch.setenv("PRETUNED_STRICT", "1")
     reload()
@@ -106,26 +106,28 @@ def test_what_fp8_does_not_take_is_logged_once(
 
 def test_the_kernels_of_both_directions_are_loaded(library: Any) -> None:
     ours.register(training="fp8")
-    experts, names = made(library).model.layers[0].mlp.experts, ("gate_up_proj", "down_proj")
+    experts, names = model_of(library).model.layers[0].mlp.experts, ("gate_up_proj", "down_proj")
     coded = {Problem(Op.FORWARD, DType.FP8_BLOCK, 4, N, K) for N, K in ((256, 128), (128, 256), (128, 128))}
     coded |= {Problem(Op.DW, DType.FP8_BLOCK, 4, N, 128) for N in (256, 128)}
-    assert {one for one in ours._problems(experts, names, [None, None]) if one.dtype is DType.FP8_BLOCK} == coded
+    assert {
+        problem for problem in ours._problems(experts, names, [None, None]) if problem.dtype is DType.FP8_BLOCK
+    } == coded
     experts.requires_grad_(False)
     assert not coded & ours._problems(experts, names, [None, None])
 
 
 def losses(library: Any, training: str | None, seed: int, steps: int = 200) -> list[float]:
     ours.register(training=training)
-    model = made(library)
+    model = model_of(library)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    found = []
+    results = []
     for ids in batches(seed, steps):
         loss = model(ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        results.append(loss.item())
+    return results
 
 
 @pytest.mark.slow

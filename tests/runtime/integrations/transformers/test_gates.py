@@ -39,26 +39,26 @@ def tried(experts: Any) -> RowActivation | None:
     """The activation that agrees with the module's own code on small and large numbers, in fp32."""
     h = 4 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     h = torch.cat([h, 64 * h, 4096 * h])
-    numbers = {one: getattr(experts, one, None) for one in ("limit", "alpha", "swiglu_limit", "swiglu_alpha")}
+    numbers = {name: getattr(experts, name, None) for name in ("limit", "alpha", "swiglu_limit", "swiglu_alpha")}
     limit, alpha = numbers["limit"] or numbers["swiglu_limit"], numbers["alpha"] or numbers["swiglu_alpha"] or 1.0
     softcap = getattr(getattr(experts, "act_fn", None), "gate_softcap", None)
     if experts.has_gate:
         acts = [*PLAIN, Activation("swiglu", limit=limit), Activation("swiglu", limit=limit, alpha=alpha, beta=1.0)]
         if softcap is not None:
             acts.append(Activation("situ", beta=softcap.softcap, linear_beta=experts.act_fn.up_softcap.softcap))
-        known = [row_act(act, True, turned) for act in acts for turned in (False, True)]
+        expected = [row_act(act, True, turned) for act in acts for turned in (False, True)]
     else:
-        known = [row_act(name, False, False) for name in UNGATED]
+        expected = [row_act(name, False, False) for name in UNGATED]
     does = between(experts, h)
-    return next((act for act in known if torch.allclose(does, by_torch(h, act), rtol=1e-5, atol=1e-6)), None)
+    return next((act for act in expected if torch.allclose(does, by_torch(h, act), rtol=1e-5, atol=1e-6)), None)
 
 
 def between(experts: Any, h: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
-    return found
+    got: torch.Tensor = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
+    return got
 
 
-def given(dtype: torch.dtype = torch.float32, tokens: int = 9) -> list[torch.Tensor]:
+def inputs(dtype: torch.dtype = torch.float32, tokens: int = 9) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     ids = torch.stack([torch.randperm(stockexperts.E, generator=generator)[:2] for _ in range(tokens)])
     return [
@@ -71,8 +71,8 @@ def given(dtype: torch.dtype = torch.float32, tokens: int = 9) -> list[torch.Ten
 def run(
     forward: Callable[..., torch.Tensor], experts: Any, tensors: list[torch.Tensor], *more: torch.Tensor
 ) -> list[torch.Tensor]:
-    """What ``forward`` makes, and the gradients of hidden, the routing weights, the parameters and ``more``."""
-    hidden, ids, weights = (one.clone() for one in tensors)
+    """Return ``forward``'s result, and the gradients of hidden, the routing weights, the parameters and ``more``."""
+    hidden, ids, weights = (tensor.clone() for tensor in tensors)
     wanted = [hidden.requires_grad_(), weights.requires_grad_(), *experts.parameters(), *more]
     out = forward(experts, hidden, ids, weights)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out.dtype)
@@ -82,42 +82,42 @@ def run(
 
 def assert_same(got: list[torch.Tensor], wanted: list[torch.Tensor], dtype: torch.dtype) -> None:
     most = 1e-5 if dtype is torch.float32 else 2e-2 if dtype is torch.bfloat16 else 4e-3
-    for one, other in zip(got, wanted, strict=True):
-        assert one.dtype is other.dtype
-        assert float((one.double() - other.double()).norm()) <= most * (float(other.double().norm()) + 1e-6)
+    for tensor, other in zip(got, wanted, strict=True):
+        assert tensor.dtype is other.dtype
+        assert float((tensor.double() - other.double()).norm()) <= most * (float(other.double().norm()) + 1e-6)
 
 
 def grouped_mm(experts: Any, *tensors: torch.Tensor) -> torch.Tensor:
     from transformers.integrations.moe import grouped_mm_experts_forward
 
-    found: torch.Tensor = grouped_mm_experts_forward(experts, *tensors)
-    return found
+    got: torch.Tensor = grouped_mm_experts_forward(experts, *tensors)
+    return got
 
 
 def stock(family: str = "qwen2_moe") -> Any:
     """A module of a family of its own class, so that what a test does to the class stays its own."""
-    return next(stockexperts.made(*one) for one in stockexperts.classes(family))
+    return next(stockexperts.build_experts(*entry) for entry in stockexperts.classes(family))
 
 
 def test_how_many_families_there_are(library: Any) -> None:
-    known = {"5.23": 64, "5.24": 67}.get(library.__version__.rpartition(".")[0])
-    assert known in (None, len(FAMILIES))
+    count = {"5.23": 64, "5.24": 67}.get(library.__version__.rpartition(".")[0])
+    assert count in (None, len(FAMILIES))
     assert set(FAMILIES) >= {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_stock_class_is_recognised_for_what_it_does(library: Any, family: str) -> None:
-    """Where trying finds an activation it is recognised, and its values and gradients are the code's own."""
+    """If trying recognises an activation, its values and gradients are the code's own."""
     for kind, configs in stockexperts.classes(family):
-        experts = stockexperts.made(kind, configs)
+        experts = stockexperts.build_experts(kind, configs)
         act = recognise(experts, experts.has_gate)
         assert act == tried(experts)
         assert act is not None
         h = (20 * torch.randn(33, 32, generator=torch.Generator().manual_seed(5))).requires_grad_()
-        one, other = by_torch(h, act), between(experts, h)
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-        upstream = torch.randn(one.shape, generator=torch.Generator().manual_seed(6))
-        grads = [torch.autograd.grad(made, h, upstream)[0] for made in (one, other)]
+        first, other = by_torch(h, act), between(experts, h)
+        torch.testing.assert_close(first, other, rtol=1e-5, atol=1e-5)
+        upstream = torch.randn(first.shape, generator=torch.Generator().manual_seed(6))
+        grads = [torch.autograd.grad(out, h, upstream)[0] for out in (first, other)]
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
@@ -125,8 +125,10 @@ def test_every_stock_class_is_recognised_for_what_it_does(library: Any, family: 
 def test_every_stock_class_computes_what_its_own_code_does(library: Any, family: str) -> None:
     for kind, configs in stockexperts.classes(family):
         for dtype in DTYPES:
-            experts = stockexperts.made(kind, configs).to(dtype)
-            assert_same(run(ours.experts_forward, experts, given(dtype)), run(grouped_mm, experts, given(dtype)), dtype)
+            experts = stockexperts.build_experts(kind, configs).to(dtype)
+            assert_same(
+                run(ours.experts_forward, experts, inputs(dtype)), run(grouped_mm, experts, inputs(dtype)), dtype
+            )
 
 
 def test_a_function_that_says_that_it_wraps_another_is_its_own(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,9 +147,9 @@ def test_a_function_that_says_that_it_wraps_another_is_its_own(library: Any, mon
 
 def test_a_function_without_a_source_runs_itself(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     experts, space = stock("gpt_oss"), vars(sys.modules[type(stock("gpt_oss")).__module__])
-    exec("def _apply_gate(self, gate_up):\n    return gate_up[..., ::2]\n", space, made := {})
-    monkeypatch.setattr(type(experts), "_apply_gate", made["_apply_gate"])
-    assert source_digest(made["_apply_gate"].__code__) is None
+    exec("def _apply_gate(self, gate_up):\n    return gate_up[..., ::2]\n", space, names := {})
+    monkeypatch.setattr(type(experts), "_apply_gate", names["_apply_gate"])
+    assert source_digest(names["_apply_gate"].__code__) is None
     assert recognise(experts, True) is None
 
 
@@ -177,10 +179,10 @@ class Clamping(nn.Module):
     """silu, whose gradient a hook clamps."""
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        made = functional.silu(h)
-        if made.requires_grad:
-            made.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
-        return made
+        out = functional.silu(h)
+        if out.requires_grad:
+            out.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+        return out
 
 
 class Like(nn.SiLU):
@@ -222,7 +224,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "a hook that clamps the gradient": by(Clamping()),
     "a class like it": by(Like()),
     "two in one": by(nn.Sequential(nn.SiLU(), nn.Hardtanh())),
-    "a hook that clamps": hooked("register_forward_hook", lambda module, taken, made: made.clamp(max=0.1)),
+    "a hook that clamps": hooked("register_forward_hook", lambda module, taken, out: out.clamp(max=0.1)),
     "a hook before": hooked("register_forward_pre_hook", lambda module, taken: (taken[0] * 2,)),
     "a hook of the gradient": hooked("register_full_backward_hook", lambda module, into, out: (into[0] * 3,)),
     "its forward": lambda experts: setattr(experts.act_fn, "forward", torch.relu),
@@ -238,17 +240,17 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 def test_what_is_changed_runs_its_own_code(library: Any, change: str, when: str, dtype: torch.dtype) -> None:
     experts = stock().to(dtype)
     if when == "after it":
-        ours.experts_forward(experts, *given(dtype))
+        ours.experts_forward(experts, *inputs(dtype))
         assert recognise(experts, True) is not None
     CHANGES[change](experts)
-    assert_same(run(ours.experts_forward, experts, given(dtype)), run(grouped_mm, experts, given(dtype)), dtype)
+    assert_same(run(ours.experts_forward, experts, inputs(dtype)), run(grouped_mm, experts, inputs(dtype)), dtype)
     assert recognise(experts, True) is None
 
 
 def test_a_beta_in_a_closure_is_learnt(library: Any) -> None:
     experts, beta = stock(), torch.ones((), requires_grad=True)
     experts.act_fn = Own(lambda h: h * torch.sigmoid(beta * h))
-    got, wanted = (run(one, experts, given(), beta) for one in (ours.experts_forward, grouped_mm))
+    got, wanted = (run(forward, experts, inputs(), beta) for forward in (ours.experts_forward, grouped_mm))
     assert float(wanted[-1].abs()) > 0
     assert_same(got, wanted, torch.float32)
 
@@ -262,8 +264,8 @@ class Own(nn.Module):
         return self.does[0](h)
 
 
-def replaced(one: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return one.tanh()
+def replaced(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return tensor.tanh()
 
 
 @pytest.mark.parametrize("when", ["before the first call", "after it"])
@@ -287,32 +289,32 @@ def test_what_is_replaced_in_the_library_is_seen(
     gates._functions.clear()
     gates._classes.clear()
     if when == "after it":
-        ours.experts_forward(experts, *given())
+        ours.experts_forward(experts, *inputs())
         assert recognise(experts, True) is not None
     with monkeypatch.context() as patch:
         if what.endswith("chunk"):
             patch.setattr(
-                torch.Tensor, "chunk", lambda one, parts, dim: torch.chunk(one, parts, dim)[::-1], raising=False
+                torch.Tensor, "chunk", lambda tensor, parts, dim: torch.chunk(tensor, parts, dim)[::-1], raising=False
             )
         elif what.endswith("__call__"):
-            patch.setattr(nn.Module, "__call__", lambda self, one: self.forward(one).tanh())
+            patch.setattr(nn.Module, "__call__", lambda self, tensor: self.forward(tensor).tanh())
         elif what.endswith(".nn"):
             patch.setattr(what, functools)
         elif what.endswith("_apply_gate"):
-            patch.setattr(what, lambda self, one: self.act_fn(one.chunk(2, dim=-1)[0]))
+            patch.setattr(what, lambda self, tensor: self.act_fn(tensor.chunk(2, dim=-1)[0]))
         else:
-            patch.setattr(what, (lambda self, one: one.tanh()) if what[-4:] != "silu" else replaced)
+            patch.setattr(what, (lambda self, tensor: tensor.tanh()) if what[-4:] != "silu" else replaced)
         assert recognise(experts, True) is None
         if not what.endswith((".nn", "__call__")):
-            assert_same(run(ours.experts_forward, experts, given()), run(grouped_mm, experts, given()), torch.float32)
+            assert_same(run(ours.experts_forward, experts, inputs()), run(grouped_mm, experts, inputs()), torch.float32)
     assert recognise(experts, True) is not None
 
 
 def test_a_hook_of_all_modules_runs(library: Any) -> None:
     experts, seen = stock(), []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, taken, made: seen.append(module))
+    handle = nn.modules.module.register_module_forward_hook(lambda module, taken, out: seen.append(module))
     try:
-        ours.experts_forward(experts, *given())
+        ours.experts_forward(experts, *inputs())
     finally:
         handle.remove()
     assert experts.act_fn in seen
@@ -324,7 +326,7 @@ def test_a_limit_is_read_in_every_call(library: Any, name: str) -> None:
     experts = stock("gpt_oss")
     assert recognise(experts, True) == row_act("swiglu_oai", True, True)
     setattr(experts, name, 0.5)
-    assert_same(run(ours.experts_forward, experts, given()), run(grouped_mm, experts, given()), torch.float32)
+    assert_same(run(ours.experts_forward, experts, inputs()), run(grouped_mm, experts, inputs()), torch.float32)
     setattr(experts, name, nn.Parameter(torch.tensor(7.0 if name == "limit" else 1.702)))
     assert recognise(experts, True) is None  # it may be learnt
 
@@ -358,7 +360,7 @@ def test_a_number_that_was_set_after_load(
     library: Any, family: str, name: str, value: Any, is_known: bool | None
 ) -> None:
     """A layer is recognised with it, or runs its own code: what comes out is the code's own."""
-    experts, tensors = stock(family), given()
+    experts, tensors = stock(family), inputs()
     ours.experts_forward(experts, *tensors)
     setattr(experts, name, value)
     act = recognise(experts, True)
@@ -383,7 +385,7 @@ SOFTCAPS: dict[str, tuple[Callable[[Any], Any], dict[str, float] | None]] = {
     "a tensor": (lambda caps: setattr(caps.gate_softcap, "softcap", torch.tensor(2.0)), None),
     "another module": (lambda caps: setattr(caps, "up_softcap", nn.Identity()), None),
     "an attribute": (has_no_softcap, None),
-    "a hook": (lambda caps: caps.up_softcap.register_forward_hook(lambda module, taken, made: 2 * made), None),
+    "a hook": (lambda caps: caps.up_softcap.register_forward_hook(lambda module, taken, out: 2 * out), None),
 }
 
 
@@ -391,7 +393,7 @@ SOFTCAPS: dict[str, tuple[Callable[[Any], Any], dict[str, float] | None]] = {
 def test_softcaps_that_were_changed_after_load(library: Any, change: str) -> None:
     if "inkling2" not in FAMILIES:
         pytest.skip("a transformers before Inkling2")
-    experts, tensors = stock("inkling2"), given()
+    experts, tensors = stock("inkling2"), inputs()
     ours.experts_forward(experts, *tensors)
     does, numbers = SOFTCAPS[change]
     does(experts.act_fn)
@@ -404,7 +406,7 @@ def test_softcaps_that_were_changed_after_load(library: Any, change: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("settings", "known"),
+    ("settings", "expected"),
     [
         ({}, Activation("silu")),
         ({"swiglu_limit": 0.5}, Activation("swiglu", limit=0.5)),
@@ -418,14 +420,14 @@ def test_softcaps_that_were_changed_after_load(library: Any, change: str) -> Non
     ],
 )
 def test_the_gate_of_transformers_own_fp8_experts(
-    library: Any, settings: dict[str, float], known: Activation | None
+    library: Any, settings: dict[str, float], expected: Activation | None
 ) -> None:
-    found = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    module = pytest.importorskip("transformers.integrations.finegrained_fp8")
     sizes = {"hidden_size": 128, "num_experts": 2, "moe_intermediate_size": 128, "hidden_act": "silu"}
     with torch.device("meta"):
-        experts = found.FP8Experts(SimpleNamespace(**sizes, **settings), block_size=(128, 128))
+        experts = module.FP8Experts(SimpleNamespace(**sizes, **settings), block_size=(128, 128))
     act = recognise(experts, True)
-    assert act == (None if known is None else RowActivation(known, True, False))
+    assert act == (None if expected is None else RowActivation(expected, True, False))
     if act is not None:
         h = 4 * torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
         torch.testing.assert_close(by_torch(h, act), experts._apply_gate(h))
@@ -453,7 +455,7 @@ class Dropping(nn.Module):
 def test_nothing_is_drawn_from_torch_s_generator(library: Any) -> None:
     for experts in (stock(), stock("gpt_oss"), stock("nemotron_h"), stock("deepseek_v4")):
         before = torch.get_rng_state()
-        ours.experts_forward(experts, *given())
+        ours.experts_forward(experts, *inputs())
         assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -462,11 +464,11 @@ def test_checkpointing_drops_the_same_again(library: Any) -> None:
         torch.manual_seed(7)
         experts = stock()
         experts.act_fn = Dropping()
-        return run(forward, experts, given())
+        return run(forward, experts, inputs())
 
     def again(experts: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = checkpoint(ours.experts_forward, experts, *tensors, use_reentrant=False)
-        return found
+        got: torch.Tensor = checkpoint(ours.experts_forward, experts, *tensors, use_reentrant=False)
+        return got
 
     assert_same(both(again), both(ours.experts_forward), torch.float32)
 
@@ -502,7 +504,7 @@ def test_activations_that_are_known(library: Any, act: Any, name: str | None) ->
     experts.act_fn = ACT2FN[act] if isinstance(act, str) else act
     assert recognise(experts, True) == (name and row_act(name))
     if "inplace" not in repr(act):  # torch refuses its gradient
-        assert_same(run(ours.experts_forward, experts, given()), run(grouped_mm, experts, given()), torch.float32)
+        assert_same(run(ours.experts_forward, experts, inputs()), run(grouped_mm, experts, inputs()), torch.float32)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "nemotron_h", "deepseek_v4"])
@@ -511,8 +513,8 @@ def test_under_autocast(library: Any, family: str, weights: torch.dtype) -> None
     experts = stock(family).to(weights)
     in_bf16 = stock(family).to(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        got = ours.experts_forward(experts, *given())
-    wanted = ours.experts_forward(in_bf16, *given())
+        got = ours.experts_forward(experts, *inputs())
+    wanted = ours.experts_forward(in_bf16, *inputs())
     assert got.dtype is torch.float32
     torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
 
@@ -523,7 +525,7 @@ def test_compiled(library: Any, change: str | None) -> None:
     if change:
         CHANGES[change](experts)
     compiled = torch.compile(ours.experts_forward, backend="aot_eager", fullgraph=True)
-    assert_same(run(compiled, experts, given()), run(grouped_mm, experts, given()), torch.float32)
+    assert_same(run(compiled, experts, inputs()), run(grouped_mm, experts, inputs()), torch.float32)
 
 
 def test_it_costs_little(library: Any) -> None:

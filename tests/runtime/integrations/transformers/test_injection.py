@@ -31,7 +31,7 @@ TARGETS: dict[str, Any] = {
 
 
 def lora_of(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (one.shape, one.dtype) for name, one in model.named_parameters() if "lora_" in name}
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in model.named_parameters() if "lora_" in name}
 
 
 def both(pair: Pair, dtype: torch.dtype = torch.float32) -> list[Any]:
@@ -53,19 +53,19 @@ def same(model: Any, twin: Any) -> None:
 def test_target_modules_adapt_what_they_adapt_in_the_dequantised_model(
     peft: Any, checkpoints: dict[str, Pair], kind: str, target: str
 ) -> None:
-    found, configs, said = [], [], []
+    results, configs, said = [], [], []
     for base in both(checkpoints[kind]):
         config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=TARGETS[target])
-        with warnings.catch_warnings(record=True) as every:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            found.append(peft.get_peft_model(base, config))
-        said.append(sorted(str(one.message) for one in every if "pattern keys" in str(one.message)))
-        fill(found[-1])
+            results.append(peft.get_peft_model(base, config))
+        said.append(sorted(str(warning.message) for warning in warned if "pattern keys" in str(warning.message)))
+        fill(results[-1])
         configs.append((config.target_modules, config.target_parameters, config.rank_pattern, config.alpha_pattern))
         assert config._custom_modules is None
     assert configs[0] == configs[1]
     assert said[0] == said[1]
-    model, twin = found
+    model, twin = results
     assert len([name for name in lora_of(model) if "experts" in name]) == {"both": 0, "down alone": 4}.get(target, 8)
     same(model, twin)
     with model.disable_adapter(), twin.disable_adapter(), torch.no_grad():
@@ -91,17 +91,17 @@ def saved_by_an_older_stack(folder: Path, base: Path, target: Any) -> dict[str, 
     generator = torch.Generator().manual_seed(5)
     saved, changes = {}, {}
 
-    def one(module: str, N: int, K: int) -> torch.Tensor:
+    def matrix(module: str, N: int, K: int) -> torch.Tensor:
         A, B = (0.2 * torch.randn(shape, generator=generator) for shape in ((r, K), (N, r)))
         saved.update({f"base_model.model.{module}.lora_{name}.weight": w for name, w in (("A", A), ("B", B))})
         return alpha / r * (B @ A)
 
     for layer in range(config["num_hidden_layers"]):
         q = f"model.layers.{layer}.self_attn.q_proj"
-        changes[f"{q}.weight"] = one(q, config["num_attention_heads"] * config["head_dim"], H)
+        changes[f"{q}.weight"] = matrix(q, config["num_attention_heads"] * config["head_dim"], H)
         experts = f"model.layers.{layer}.mlp.experts"
         gate, up, down = (
-            [one(f"{experts}.{e}.{part}", *((H, I) if part == "down_proj" else (I, H))) for e in range(E)]
+            [matrix(f"{experts}.{e}.{part}", *((H, I) if part == "down_proj" else (I, H))) for e in range(E)]
             for part in PARTS
         )
         changes[f"{experts}.gate_up_proj"] = torch.cat([torch.stack(gate), torch.stack(up)], 1)
@@ -166,29 +166,29 @@ def test_adapters_of_each_expert_that_older_stacks_saved_are_loaded(
         by_transformers,
         by_state_dict,
     ):
-        with warnings.catch_warnings(record=True) as every, torch.no_grad():
+        with warnings.catch_warnings(record=True) as warned, torch.no_grad():
             warnings.simplefilter("always")
             model = load()
             assert near(model(input_ids=IDS).logits, wanted) < 1e-4
-        assert not [one for one in every if "missing adapter keys" in str(one.message)]
+        assert not [warning for warning in warned if "missing adapter keys" in str(warning.message)]
         assert len([name for name in lora_of(model) if "experts" in name]) == 8
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(one, marks=pytest.mark.nightly) for one in KINDS[1:])])
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS[1:])])
 def test_several_adapters_are_saved_loaded_switched_and_deleted(
     peft: Any, checkpoints: dict[str, Pair], kind: str, tmp_path: Path
 ) -> None:
     def config(r: int) -> Any:
         return peft.LoraConfig(r=r, lora_alpha=6, target_modules="all-linear")
 
-    found = []
+    results = []
     for base in both(checkpoints[kind]):
         model = peft.get_peft_model(base, config(4))
         model.add_adapter("second", config(3))
         fill(model)
         model.base_model.set_adapter(["default", "second"])
-        found.append(model)
-    model, twin = found
+        results.append(model)
+    model, twin = results
     same(model, twin)
     model.save_pretrained(tmp_path)
     with torch.no_grad():
@@ -233,10 +233,10 @@ def test_modules_to_save_are_trained_or_refused(
             assert near(peft.PeftModel.from_pretrained(loaded(place, how), tmp_path)(IDS).logits, wanted) < 1e-3
     for name in ("experts", "mlp"):
         base = loaded(checkpoints[kind].quantised)
-        before = [(key, type(one)) for key, one in base.named_modules()], base.state_dict().keys()
+        before = [(key, type(module)) for key, module in base.named_modules()], base.state_dict().keys()
         with pytest.raises(InputError, match=rf"modules_to_save is .*'{name}'.*layers.0.mlp.experts has quantised"):
             adapted(peft, base, modules_to_save=[router, name])
-        assert ([(key, type(one)) for key, one in base.named_modules()], base.state_dict().keys()) == before
+        assert ([(key, type(module)) for key, module in base.named_modules()], base.state_dict().keys()) == before
 
 
 def test_ranks_above_the_most_are_refused_before_the_model_is_changed(peft: Any, checkpoints: dict[str, Pair]) -> None:
@@ -257,7 +257,9 @@ def test_ranks_above_the_most_are_refused_before_the_model_is_changed(peft: Any,
 def test_codes_that_run_elsewhere_are_refused(peft: Any, checkpoints: dict[str, Pair], kind: str) -> None:
     base = loaded(checkpoints[kind].quantised)
     base.set_experts_implementation("eager")
-    for target in [{}] if kind == "mxfp4" else [{}, *({"target_modules": TARGETS[one]} for one in ("names", "regex"))]:
+    for target in (
+        [{}] if kind == "mxfp4" else [{}, *({"target_modules": TARGETS[style]} for style in ("names", "regex"))]
+    ):
         with pytest.raises(InputError, match=r"layers.0.mlp.experts.* runs on 'eager'.*set_experts_implementation\("):
             adapted(peft, base, **({"target_parameters": None} if target else {}) | target)
         assert not lora_of(base)
@@ -272,7 +274,7 @@ def test_replicated_layers_share_codes_and_show_none_of_them(peft: Any, checkpoi
     )
     same(model, twin)
     assert len(experts_of(model)) == 4
-    assert not [one for one in experts_of(model) if "gate_up_proj" in one._parameters]
+    assert not [experts for experts in experts_of(model) if "gate_up_proj" in experts._parameters]
 
 
 _ORDERS = """

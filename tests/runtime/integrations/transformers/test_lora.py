@@ -52,12 +52,12 @@ IDS = torch.tensor([[5, 9, 11, 40, 7, 8, 96], [3, 3, 3, 60, 61, 62, 63]])
 
 @pytest.fixture(scope="module")
 def peft() -> Any:
-    found = pytest.importorskip("peft", minversion="0.21")
+    library = pytest.importorskip("peft", minversion="0.21")
     pytest.importorskip("transformers", minversion="5.8")
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register("pretuned", ours.experts_forward)
-    return found
+    return library
 
 
 @pytest.fixture(autouse=True)
@@ -78,14 +78,14 @@ def base(kind: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **sizes: i
 
 
 def config_of(peft: Any, **more: Any) -> Any:
-    given = {
+    settings = {
         "r": 4,
         "lora_alpha": 6,
         "target_modules": [],
         "init_lora_weights": False,
         "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     }
-    return peft.LoraConfig(**(given | more))
+    return peft.LoraConfig(**(settings | more))
 
 
 def adapted_model(peft: Any, kind: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **sizes: int) -> Any:
@@ -107,7 +107,9 @@ def run(model: Any, how: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
     logits = model(input_ids=IDS).logits
     logits.float().square().mean().backward()
-    return logits.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return logits.detach(), {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
 @pytest.mark.slow
@@ -128,19 +130,20 @@ def test_logits_and_gradients_are_peft_s_own(peft: Any, kind: str, caplog: pytes
 def test_in_bf16(peft: Any, kind: str) -> None:
     """One layer: its router has the same input in both, so no token may go elsewhere by a rounding."""
     model = adapted_model(peft, kind, torch.bfloat16, num_hidden_layers=1)
-    assert {one.dtype for name, one in model.named_parameters() if "lora_" in name} == {torch.float32}
+    assert {tensor.dtype for name, tensor in model.named_parameters() if "lora_" in name} == {torch.float32}
     (wanted, grads), (got, ours_too) = run(model, "eager"), run(model, "pretuned")
-    for one, other in ((got, wanted), *((ours_too[name], grad) for name, grad in grads.items())):
-        assert float((one.float() - other.float()).norm() / other.float().norm()) < 2e-2
+    for tensor, other in ((got, wanted), *((ours_too[name], grad) for name, grad in grads.items())):
+        assert float((tensor.float() - other.float()).norm() / other.float().norm()) < 2e-2
 
 
 def kept_sizes(model: Any, how: str) -> set[int]:
     """The sizes of what a forward keeps for the backward, beside parameters."""
     model.get_base_model().set_experts_implementation(how)
-    mine = {one.data_ptr() for one in model.parameters()}
+    mine = {parameter.data_ptr() for parameter in model.parameters()}
     kept: set[int] = set()
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda one: kept.add(0 if one.data_ptr() in mine else one.untyped_storage().nbytes()) or one, lambda one: one
+        lambda tensor: kept.add(0 if tensor.data_ptr() in mine else tensor.untyped_storage().nbytes()) or tensor,
+        lambda tensor: tensor,
     ):
         model(input_ids=IDS)
     return kept
@@ -173,9 +176,9 @@ def test_another_parametrization_is_applied(peft: Any, caplog: pytest.LogCapture
             return 2 * W
 
     model = base()
-    for one in model.modules():
-        if hasattr(one, "has_bias"):
-            torch.nn.utils.parametrize.register_parametrization(one, "gate_up_proj", Double())
+    for module in model.modules():
+        if hasattr(module, "has_bias"):
+            torch.nn.utils.parametrize.register_parametrization(module, "gate_up_proj", Double())
     logits = []
     for how in ("eager", "pretuned"):
         model.set_experts_implementation(how)
@@ -232,17 +235,17 @@ def losses(peft: Any, how: str, dtype: torch.dtype) -> list[float]:
     """Of 50 steps of AdamW on the adapters, over two batches that come again: the same in every way of running."""
     model = adapted_model(peft, dtype=dtype)
     model.get_base_model().set_experts_implementation(how)
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=3e-2)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=3e-2)
     batches = torch.randint(0, TINY["vocab_size"], (2, 2, 16), generator=torch.Generator().manual_seed(1))
-    found = []
+    results = []
     for step in range(50):
         ids = batches[step % 2]
         loss = model(input_ids=ids, labels=ids).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(float(loss))
-    return found
+        results.append(float(loss))
+    return results
 
 
 @pytest.mark.slow
@@ -254,8 +257,8 @@ def test_a_loss_curve_is_peft_s_within_its_noise(peft: Any) -> None:
     )
     assert exact[-2:].mean() < 0.8 * exact[:2].mean(), "it learns"
     apart32, apart16, noise, ours_noise = (
-        float((one - other).abs().mean())
-        for one, other in ((ours32, exact), (ours16, wanted), (wanted, exact), (ours16, exact))
+        float((result - other).abs().mean())
+        for result, other in ((ours32, exact), (ours16, wanted), (wanted, exact), (ours16, exact))
     )
     print(
         f"{exact[0]:.3f} to {exact[-1]:.3f}: ours beside PEFT's {apart32:.1e} in fp32, {apart16:.1e} in bf16; "
@@ -283,9 +286,9 @@ def test_compiled(peft: Any, caplog: pytest.LogCaptureFixture, part: str) -> Non
     assert len(calls) == 1
     assert None not in calls[0].arguments["lora"]
     torch.testing.assert_close(logits.detach(), wanted, rtol=1e-4, atol=1e-5)
-    for name, one in model.named_parameters():
-        if one.requires_grad:
-            torch.testing.assert_close(one.grad, grads[name], rtol=1e-3, atol=1e-5)
+    for name, tensor in model.named_parameters():
+        if tensor.requires_grad:
+            torch.testing.assert_close(tensor.grad, grads[name], rtol=1e-3, atol=1e-5)
     assert "not its adapter alone" not in caplog.text
 
 
@@ -293,13 +296,13 @@ def test_compiled(peft: Any, caplog: pytest.LogCaptureFixture, part: str) -> Non
 def test_in_autocast(peft: Any, caplog: pytest.LogCaptureFixture) -> None:
     """It casts A and B as the weights."""
     model = adapted_model(peft, num_hidden_layers=1)
-    found = []
+    results = []
     for how in ("eager", "pretuned"):
         with torch.autocast("cpu", torch.bfloat16):
-            found.append(run(model, how))
-    (own, own_grads), (ours_too, our_grads) = found
+            results.append(run(model, how))
+    (own, own_grads), (ours_too, our_grads) = results
     assert set(our_grads) == set(own_grads)
-    for got, want in ((ours_too, own), *((our_grads[name], one) for name, one in own_grads.items())):
+    for got, want in ((ours_too, own), *((our_grads[name], grad) for name, grad in own_grads.items())):
         assert got.dtype is want.dtype
         assert float((got.float() - want.float()).norm() / want.float().norm()) < 3e-2
     assert "not its adapter alone" not in caplog.text
@@ -313,10 +316,10 @@ class Made(TorchDispatchMode):
         self.shape, self.names = shape, list[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor) and found.shape == self.shape:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.shape == self.shape:
             self.names.append(str(func))
-        return found
+        return out
 
 
 def test_from_the_second_forward_on_no_matrices_of_all_experts_are_made(peft: Any) -> None:
@@ -324,14 +327,14 @@ def test_from_the_second_forward_on_no_matrices_of_all_experts_are_made(peft: An
     model = adapted_model(peft)
     model.set_experts_implementation("eager")
     before, _ = run(model, "eager")
-    shape = next(one.shape for name, one in model.named_parameters() if name.endswith("gate_up_proj"))
+    shape = next(tensor.shape for name, tensor in model.named_parameters() if name.endswith("gate_up_proj"))
     run(model, "pretuned")  # PEFT's class is recognised
-    with Made(shape) as made:
+    with Made(shape) as watched:
         run(model, "pretuned")
-    assert [name for name in made.names if "baddbmm" in name or "add" in name] == []
-    with Made(shape) as made:
+    assert [name for name in watched.names if "baddbmm" in name or "add" in name] == []
+    with Made(shape) as watched:
         again, _ = run(model, "eager")
-    assert any("baddbmm" in name for name in made.names)
+    assert any("baddbmm" in name for name in watched.names)
     assert torch.equal(before, again)
 
 

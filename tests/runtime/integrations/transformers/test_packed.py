@@ -25,6 +25,9 @@ def test_what_is_kept(changed: dict[str, Any], kept: bool, ignore: list[str]) ->
     pytest.importorskip("transformers", minversion="5.23")
     quantization = pytest.importorskip("compressed_tensors.quantization")
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32} | changed
-    given = {"format": "pack-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
-    config = quantization.QuantizationConfig.model_validate(given | {"ignore": ignore})
+    quantization_config = {
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    config = quantization.QuantizationConfig.model_validate(quantization_config | {"ignore": ignore})
     assert (_codes_of(config, "model.layers.3.mlp.experts") is not None) == (kept and not ignore)

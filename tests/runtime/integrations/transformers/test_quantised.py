@@ -15,7 +15,7 @@ from typing import Any
 import largest_tensors
 import pytest
 import torch
-from emulated_kernels import bundle_of, made
+from emulated_kernels import bundle_of, variant_and_code
 from host_gpu import Device
 from safetensors.torch import load_file
 
@@ -54,13 +54,13 @@ IDS = torch.tensor([[5, 9, 11, 40, 7, 8, 96], [3, 3, 3, 60, 61, 62, 63]])
 
 @pytest.fixture(scope="module")
 def library() -> Any:
-    found = pytest.importorskip("transformers", minversion="5.23")
+    library = pytest.importorskip("transformers", minversion="5.23")
     from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
     from transformers.integrations.moe import ExpertsInterface
 
     for interface in (ExpertsInterface, FP8ExpertsInterface):
         interface.register("pretuned", experts_forward)
-    return found
+    return library
 
 
 def pair(library: Any, **config: Any) -> tuple[Any, Any]:
@@ -68,22 +68,22 @@ def pair(library: Any, **config: Any) -> tuple[Any, Any]:
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
     torch.manual_seed(0)
-    given = library.AutoConfig.for_model("qwen3_moe", **_SIZES, experts_implementation="pretuned")
-    twin = library.AutoModelForCausalLM.from_config(given).float().eval()
+    model_config = library.AutoConfig.for_model("qwen3_moe", **_SIZES, experts_implementation="pretuned")
+    twin = library.AutoModelForCausalLM.from_config(model_config).float().eval()
     model = copy.deepcopy(twin)
     how = library.FineGrainedFP8Config(**({"weight_block_size": (128, 128)} | config))
     if config.get("expert_dtype"):
         how.expert_dtype = config["expert_dtype"]
-    others = [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)]
+    others = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     replace_with_fp8_linear(model, modules_to_not_convert=others, quantization_config=how)
-    for (name, one), whole in zip(experts_of(model), (one for _, one in experts_of(twin)), strict=True):
-        made = one.to_empty(device="cpu")
+    for (name, experts), whole in zip(experts_of(model), (experts for _, experts in experts_of(twin)), strict=True):
+        built = experts.to_empty(device="cpu")
         for part in ("gate_up_proj", "down_proj"):
-            codes, scale = getattr(made, part), getattr(made, f"{part}_scale_inv")
-            if made.block_size is None:
+            codes, scale = getattr(built, part), getattr(built, f"{part}_scale_inv")
+            if built.block_size is None:
                 matrices(getattr(whole, part).data, codes.data, scale.data)
                 continue
-            w = ExpertWeights.quantize(getattr(whole, part).data, format_of(made, part))
+            w = ExpertWeights.quantize(getattr(whole, part).data, format_of(built, part))
             codes.data.copy_(w.codes.view(codes.dtype))
             scale.data.view(torch.uint8).copy_(w.scale.view(torch.uint8))
             getattr(whole, part).data.copy_(w.dequantize(torch.float32))
@@ -106,7 +106,7 @@ def format_of(experts: Any, part: str) -> str:
 
 
 def experts_of(model: Any) -> list[tuple[str, Any]]:
-    return [(name, one) for name, one in model.named_modules() if name.endswith(".experts")]
+    return [(name, module) for name, module in model.named_modules() if name.endswith(".experts")]
 
 
 BOTH = pytest.mark.parametrize("config", [{}, {"expert_dtype": "fp4", "scale_fmt": "ue8m0"}], ids=["fp8", "fp4"])
@@ -137,18 +137,18 @@ def test_byte_scales_beside_fp8_codes_are_e8m0(dtype: str, rows: bool) -> None:
     experts.down_proj = torch.nn.Parameter(codes, requires_grad=False)
     scale = exponents.to(torch.uint8).view(getattr(torch, dtype))
     experts.down_proj_scale_inv = torch.nn.Parameter(scale, requires_grad=False)
-    found = quantised(experts, "down_proj")
-    assert found is not None
-    assert found.format == ("fp8_channel_a16" if rows else "fp8_block_a16")
+    packed = quantised(experts, "down_proj")
+    assert packed is not None
+    assert packed.format == ("fp8_channel_a16" if rows else "fp8_block_a16")
     factor = torch.exp2(exponents.float() - 127)
     wanted = codes.float() * (factor if rows else factor.repeat_interleave(128, 1))
-    assert torch.equal(found.dequantize(torch.float32), wanted)
+    assert torch.equal(packed.dequantize(torch.float32), wanted)
 
 
 def test_a_gradient_goes_to_what_is_not_quantised(library: Any) -> None:
     model, twin = pair(library)
-    for one in (model, twin):
-        one(IDS).logits.square().sum().backward()
+    for either in (model, twin):
+        either(IDS).logits.square().sum().backward()
     name = "model.layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(model.get_parameter(name).grad, twin.get_parameter(name).grad, rtol=1e-3, atol=1e-4)
 
@@ -163,19 +163,19 @@ def prepare(model: Any, parts: tuple[str, str] = ("gate_up_proj", "down_proj")) 
 @EVERY
 def test_state_dicts_speak_of_the_checkpoint_s_layout(library: Any, config: dict[str, Any]) -> None:
     model, _ = pair(library, **config)
-    said, before = model(IDS).logits, {name: one.clone() for name, one in model.state_dict().items()}
+    said, before = model(IDS).logits, {name: tensor.clone() for name, tensor in model.state_dict().items()}
     prepare(model)
     assert torch.equal(model(IDS).logits, said)
     for keep in (False, True):
         state = model.state_dict(keep_vars=keep)
         assert state.keys() == before.keys()
-        assert all(one.dtype is before[name].dtype and same(one, before[name]) for name, one in state.items())
-    assert all(one.codes.dim() == 6 for _, each in experts_of(model) for one in [quantised(each, "down_proj")])
+        assert all(tensor.dtype is before[name].dtype and same(tensor, before[name]) for name, tensor in state.items())
+    assert all(matrix.codes.dim() == 6 for _, each in experts_of(model) for matrix in [quantised(each, "down_proj")])
     others = {
-        name: one.flip(0) if name.endswith((".gate_up_proj", ".down_proj")) else one
-        for name, one in ((name, raw(one)) for name, one in before.items())
+        name: tensor.flip(0) if name.endswith((".gate_up_proj", ".down_proj")) else tensor
+        for name, tensor in ((name, raw(tensor)) for name, tensor in before.items())
     }
-    others = {name: one.view(before[name].dtype) for name, one in others.items()}
+    others = {name: other.view(before[name].dtype) for name, other in others.items()}
     fresh, _ = pair(library, **config)
     fresh.load_state_dict(others)
     wanted = fresh(IDS).logits
@@ -201,7 +201,7 @@ def test_parts_of_a_state_are_loaded(library: Any, config: dict[str, Any]) -> No
         for each in (experts, others):
             each.load_state_dict(part, strict=False)
         assert torch.equal(model(IDS).logits, fresh(IDS).logits)
-    large = {name: one.clone() for name, one in others.state_dict().items()}
+    large = {name: tensor.clone() for name, tensor in others.state_dict().items()}
     large["down_proj_scale_inv"].view(torch.uint8).fill_(0x90) if config else large["down_proj_scale_inv"].fill_(128)
     for each in (experts, others):
         each.load_state_dict(large)
@@ -214,7 +214,9 @@ def test_a_state_is_written_into_the_prepared_parameters(library: Any, config: d
     """Its names in any order, and a layer's alone: the numbers are a new model's, and no copy of a product is made."""
     model, _ = pair(library, **config)
     before = model.state_dict()
-    state = {name: raw(one).flip(0).view(one.dtype) if "_proj" in name else one for name, one in before.items()}
+    state = {
+        name: raw(tensor).flip(0).view(tensor.dtype) if "_proj" in name else tensor for name, tensor in before.items()
+    }
     fresh = copy.deepcopy(model)
     fresh.load_state_dict(state)
     prepare(model)
@@ -226,7 +228,7 @@ def test_a_state_is_written_into_the_prepared_parameters(library: Any, config: d
         assert spy.most < held[0].nbytes
     assert torch.equal(model(IDS).logits, fresh(IDS).logits)
     now = [quantised(experts, "gate_up_proj").codes for _, experts in experts_of(model)]
-    assert [one.data_ptr() for one in now] == [one.data_ptr() for one in held]
+    assert [tensor.data_ptr() for tensor in now] == [tensor.data_ptr() for tensor in held]
 
 
 def test_a_nan_code_of_a_state_is_loaded_as_nan(library: Any) -> None:
@@ -234,20 +236,20 @@ def test_a_nan_code_of_a_state_is_loaded_as_nan(library: Any) -> None:
     model, _ = pair(library)
     prepare(model)
     (_, experts), *_ = experts_of(model)
-    state = {name: one.clone() for name, one in experts.state_dict().items()}
+    state = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
     state["down_proj"].view(torch.uint8)[2, 3, 5] = 0xFF
     experts.load_state_dict(state)
-    found = quantised(experts, "down_proj")
-    assert not found.is_prepared
-    assert found.dequantize(torch.float32).isnan().nonzero().tolist() == [[2, 3, 5]]
+    packed = quantised(experts, "down_proj")
+    assert not packed.is_prepared
+    assert packed.dequantize(torch.float32).isnan().nonzero().tolist() == [[2, 3, 5]]
     assert quantised(experts, "gate_up_proj").is_prepared
     prepare_parameters(experts, ("gate_up_proj", "down_proj"), lambda w: True)
     assert not quantised(experts, "down_proj").is_prepared
 
 
-def raw(one: torch.Tensor) -> torch.Tensor:
+def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of what torch can't move."""
-    return one.view(torch.uint8) if one.element_size() == 1 else one
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 @BOTH
@@ -256,13 +258,13 @@ def test_who_writes_to_prepared_parameters_is_right_or_fails(library: Any, confi
     said, fresh = model(IDS).logits, copy.deepcopy(model)
     prepare(model)
     for (_, experts), (_, others) in zip(experts_of(model), experts_of(fresh), strict=True):
-        codes, given = experts.gate_up_proj, others.gate_up_proj.detach()
+        codes, new = experts.gate_up_proj, others.gate_up_proj.detach()
         assert dict(experts.named_parameters())["gate_up_proj"].dtype is torch.int32
         for write in (
-            lambda: codes.data.copy_(raw(given)),  # noqa: B023
-            lambda: codes.copy_(given.float()),  # noqa: B023
-            lambda: codes[0].copy_(raw(given)[0]),  # noqa: B023
-            lambda: codes.narrow(0, 1, 2).copy_(raw(given)[1:3]),  # noqa: B023
+            lambda: codes.data.copy_(raw(new)),  # noqa: B023
+            lambda: codes.copy_(new.float()),  # noqa: B023
+            lambda: codes[0].copy_(raw(new)[0]),  # noqa: B023
+            lambda: codes.narrow(0, 1, 2).copy_(raw(new)[1:3]),  # noqa: B023
         ):
             with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
                 write()
@@ -300,10 +302,10 @@ def test_scales_that_are_written_to_are_read_anew(library: Any, dtype: torch.dty
     if prepared:
         prepare(model)
     model(IDS)
-    state = {name: one.clone() for name, one in model.state_dict().items()}
-    for name, one in state.items():
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, tensor in state.items():
         if name.endswith("scale_inv"):
-            one.copy_((one.float() * 2).to(dtype))
+            tensor.copy_((tensor.float() * 2).to(dtype))
     fresh = copy.deepcopy(model)
     fresh.load_state_dict(state, assign=True)
     wanted = fresh(IDS).logits
@@ -328,37 +330,37 @@ def test_copies_and_swaps_of_prepared_models(library: Any, config: dict[str, Any
     from torch.nn.parallel.replicate import _replicatable_module
 
     model, _ = pair(library, **config)
-    said, plain = model(IDS).logits, {name: one.clone() for name, one in model.state_dict().items()}
+    said, plain = model(IDS).logits, {name: tensor.clone() for name, tensor in model.state_dict().items()}
     prepare(model)
     other = copy.deepcopy(model)
     assert torch.equal(other(IDS).logits, said)
-    assert all(same(one, plain[name]) for name, one in other.state_dict().items())
+    assert all(same(tensor, plain[name]) for name, tensor in other.state_dict().items())
     torch.save(model.state_dict(), tmp_path / "state")
     state = torch.load(tmp_path / "state", weights_only=True)
-    assert all(same(one, plain[name]) for name, one in state.items())
+    assert all(same(tensor, plain[name]) for name, tensor in state.items())
     torch.save(dict(model.named_parameters()), tmp_path / "parameters")
     parameters = torch.load(tmp_path / "parameters", weights_only=True)
-    for given in (state, plain, parameters, dict(model.named_parameters())):
-        assert torch.equal(torch.func.functional_call(model, given, (IDS,)).logits, said)
+    for source in (state, plain, parameters, dict(model.named_parameters())):
+        assert torch.equal(torch.func.functional_call(model, source, (IDS,)).logits, said)
         assert torch.equal(model(IDS).logits, said)
     assert _replicatable_module(model)
-    for experts in (one for _, one in experts_of(model)):
+    for experts in (module for _, module in experts_of(model)):
         replica = experts._replicate_for_data_parallel()
         replica._parameters = {}
-        for name, one in experts._parameters.items():  # as replicate() has them: tensors of another device
-            if one is not None:
-                setattr(replica, name, one.detach().clone())
+        for name, parameter in experts._parameters.items():  # as replicate() has them: tensors of another device
+            if parameter is not None:
+                setattr(replica, name, parameter.detach().clone())
         x, ids, weights = torch.randn(6, 128), torch.randint(0, 4, (6, 2)), torch.rand(6, 2)
         assert torch.equal(replica(x, ids, weights), experts(x, ids, weights))
     assert torch.equal(model(IDS).logits, said)
     model.to("meta")
-    assert all(one.is_meta for one in model.parameters())
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_other_code_of_the_module_finds_the_checkpoint_s_layout(library: Any) -> None:
     model, _ = pair(library)
     said, (_, experts) = model(IDS).logits, experts_of(model)[0]
-    before = {name: one.clone() for name, one in experts.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
     prepare(model)
     experts.config._experts_implementation = "another"
     for hook in experts._forward_pre_hooks.values():
@@ -392,7 +394,7 @@ def spec(layout: Layout) -> Spec:
 def gpu(device: Device) -> Device:
     """An emulated GPU that has a kernel for prepared fp8 blocks; torch computes, as x is float32."""
     ours._load.cache_clear()
-    device.publish(encode(bundle_of([made(spec(Layout.NK))])))
+    device.publish(encode(bundle_of([variant_and_code(spec(Layout.NK))])))
     return device
 
 
@@ -409,8 +411,8 @@ def test_threads_that_make_the_first_call(library: Any, gpu: Device) -> None:
                 return model(IDS).logits  # type: ignore[no-any-return]
 
         with ThreadPoolExecutor(4) as pool:
-            found = [one.result() for one in [pool.submit(first) for _ in range(4)]]
-        assert all(torch.equal(one, said) for one in found)
+            results = [future.result() for future in [pool.submit(first) for _ in range(4)]]
+        assert all(torch.equal(out, said) for out in results)
         assert all(quantised(each, "down_proj").is_prepared for _, each in experts_of(model))
 
 
@@ -431,8 +433,8 @@ def test_parameters_that_a_captured_graph_reads_stay(library: Any, gpu: Device) 
     assert torch.equal(model(IDS).logits, said)
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.data.view(torch.uint8), other.view(torch.uint8))
+def same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(tensor.data.view(torch.uint8), other.view(torch.uint8))
 
 
 def test_other_blocks_are_refused_by_name(library: Any) -> None:
@@ -445,19 +447,19 @@ def test_other_blocks_are_refused_by_name(library: Any) -> None:
 
 @pytest.mark.parametrize("block", [(64, 64), (1, 32)])
 def test_other_blocks_are_refused_where_torch_traces(library: Any, block: tuple[int, int]) -> None:
-    """What a graph would read of them are scales of other weights."""
-    made, _ = pair(library)
-    (_, known), *_ = experts_of(made)
-    given = torch.randn(6, 128), torch.randint(0, 4, (6, 2)), torch.rand(6, 2)
+    """A graph would read scales of other weights."""
+    model, _ = pair(library)
+    (_, experts), *_ = experts_of(model)
+    inputs = torch.randn(6, 128), torch.randint(0, 4, (6, 2)), torch.rand(6, 2)
     torch._dynamo.reset()
-    traced = torch.compile(lambda *one: experts_forward(*one), backend="eager")
-    torch.testing.assert_close(traced(known, *given), experts_forward(known, *given))
+    traced = torch.compile(lambda *args: experts_forward(*args), backend="eager")
+    torch.testing.assert_close(traced(experts, *inputs), experts_forward(experts, *inputs))
     for name in ("gate_up_proj", "down_proj"):
-        E, N, K = getattr(known, name).shape
-        setattr(known, f"{name}_scale_inv", torch.nn.Parameter(torch.rand(E, N // block[0], K // block[1])))
+        E, N, K = getattr(experts, name).shape
+        setattr(experts, f"{name}_scale_inv", torch.nn.Parameter(torch.rand(E, N // block[0], K // block[1])))
     torch._dynamo.reset()
     with pytest.raises(InputError, match=r"ExpertWeights: scale is of shape .*, wanted \[4, [12], 1\]"):
-        traced(known, *given)
+        traced(experts, *inputs)
 
 
 def test_own_code_is_none_that_asks_pretuned_again(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,7 +498,7 @@ def test_gpt_oss_stays_packed(library: Any, tmp_path: Path) -> None:
         auto.AUTO_QUANTIZER_MAPPING["mxfp4"] = before
     twin = library.AutoModelForCausalLM.from_pretrained(saved.twin, **how)
     (_, experts), *_ = experts_of(model)
-    assert {one.dtype for name, one in experts.named_parameters() if "bias" not in name} == {torch.uint8}
+    assert {tensor.dtype for name, tensor in experts.named_parameters() if "bias" not in name} == {torch.uint8}
     assert recognise(experts, True) == RowActivation(Activation("swiglu_oai"), True, True)
     said = model(IDS).logits
     torch.testing.assert_close(said, twin(IDS).logits, rtol=1e-4, atol=1e-4)
@@ -506,8 +508,8 @@ def test_gpt_oss_stays_packed(library: Any, tmp_path: Path) -> None:
     assert experts.down_proj_blocks.dtype is torch.int32
     assert torch.equal(model(IDS).logits, said)
     model.save_pretrained(tmp_path / "again")
-    for name, one in load_file(saved.quantised / "model.safetensors").items():
-        assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[name].to(one.dtype), one), name
+    for name, tensor in load_file(saved.quantised / "model.safetensors").items():
+        assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[name].to(tensor.dtype), tensor), name
 
 
 def test_prepared_where_it_comes_to_a_gpu(library: Any, gpu: Device) -> None:
@@ -519,15 +521,17 @@ def test_prepared_where_it_comes_to_a_gpu(library: Any, gpu: Device) -> None:
     (_, experts), *_ = experts_of(model)
     before = experts.down_proj.clone()
     gpu.visible = True
-    gpu.publish(encode(bundle_of([made(spec(Layout.STORED))])))  # a GPU whose forward reads codes as they are
+    gpu.publish(
+        encode(bundle_of([variant_and_code(spec(Layout.STORED))]))
+    )  # a GPU whose forward reads codes as they are
     model.to("cpu")
     assert same(experts.down_proj, before)
-    assert {one.layout for one in gpu.loads} == {Layout.STORED}
+    assert {entry.layout for entry in gpu.loads} == {Layout.STORED}
     gpu.loads.clear()
-    gpu.publish(encode(bundle_of([made(spec(Layout.NK))])))
+    gpu.publish(encode(bundle_of([variant_and_code(spec(Layout.NK))])))
     model.to("cpu")
-    assert {(one.layout, one.dtype) for one in gpu.loads} == {(Layout.NK, DType.FP8_BLOCK_A16)}
-    assert {quantised(one, "down_proj").order for _, one in experts_of(model)} == {ORDERS["fp8_block"].number}
+    assert {(entry.layout, entry.dtype) for entry in gpu.loads} == {(Layout.NK, DType.FP8_BLOCK_A16)}
+    assert {quantised(experts, "down_proj").order for _, experts in experts_of(model)} == {ORDERS["fp8_block"].number}
     assert torch.equal(model(IDS).logits, said)
     assert same(experts.state_dict()["down_proj"], before)
     restore(experts)
@@ -582,8 +586,8 @@ def test_compressed_tensors_experts_stay_codes(
     assert weights is not None
     assert weights.format == format
     assert all(
-        one.dtype.itemsize == 1 or one.dtype is torch.int32 or name.endswith(("_scale", "_shape"))
-        for name, one in experts.named_parameters()
+        tensor.dtype.itemsize == 1 or tensor.dtype is torch.int32 or name.endswith(("_scale", "_shape"))
+        for name, tensor in experts.named_parameters()
     )
     said = model(IDS).logits
     torch.testing.assert_close(said, twin(IDS).logits, rtol=1e-4, atol=1e-4)
@@ -593,8 +597,8 @@ def test_compressed_tensors_experts_stay_codes(
     assert torch.equal(model(IDS).logits, said)
     model.save_pretrained(tmp_path / "again")
     saved = load_file(tmp_path / "again" / "model.safetensors")
-    for name, one in load_file(pair.quantised / "model.safetensors").items():
-        assert torch.equal(saved[name].to(one.dtype), one), name
+    for name, tensor in load_file(pair.quantised / "model.safetensors").items():
+        assert torch.equal(saved[name].to(tensor.dtype), tensor), name
 
 
 def test_other_implementations_get_the_experts_that_transformers_makes(
@@ -605,7 +609,7 @@ def test_other_implementations_get_the_experts_that_transformers_makes(
     pair = tiny_quantised.int4(tmp_path)
     model = library.AutoModelForCausalLM.from_pretrained(pair.quantised, dtype=torch.bfloat16)
     (_, experts), *_ = experts_of(model)
-    assert {name: one.dtype for name, one in experts.named_parameters()} == {
+    assert {name: tensor.dtype for name, tensor in experts.named_parameters()} == {
         "gate_up_proj": torch.bfloat16,
         "down_proj": torch.bfloat16,
     }
@@ -634,7 +638,7 @@ def test_offloading_leaves_nothing_behind(library: Any) -> None:
         assert torch.equal(model(IDS).logits, said)
     gc.collect()
     assert len(seen) == 2
-    assert all(one() is None for one in seen)
+    assert all(reference() is None for reference in seen)
     assert experts.gate_up_proj.is_meta
 
 
@@ -662,7 +666,7 @@ def test_cast_codes_are_refused(library: Any) -> None:
 def test_fp4_with_other_scales_is_not_taken_for_int4(
     library: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """As transformers makes them without ue8m0, and as a cast leaves them: the module's own code has these."""
+    """Scales that transformers makes without ue8m0, and that a cast leaves: the module's own code runs these."""
     model, _ = pair(library, expert_dtype="fp4", scale_fmt="ue8m0")
     (_, experts), *_ = experts_of(model)
     for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
@@ -709,7 +713,7 @@ def test_loading_rewrites_derived_scales_at_once(library: Any, prepared: bool, m
         model(IDS)
     weights = quantised(experts, "down_proj")
     read = weights.derived if prepared else weights.scale
-    before, state = read.clone(), {name: one.clone() for name, one in experts.state_dict().items()}
+    before, state = read.clone(), {name: tensor.clone() for name, tensor in experts.state_dict().items()}
     state["down_proj_scale_inv"] *= 2
     with torch.inference_mode(mode):
         experts.load_state_dict(state)
@@ -719,7 +723,7 @@ def test_loading_rewrites_derived_scales_at_once(library: Any, prepared: bool, m
 
 
 def test_scales_that_a_capture_copies_are_copied_again(library: Any, device: Device) -> None:
-    """What a graph is captured of has not run when the capture ends. (Nothing is captured here.)"""
+    """A captured kernel has not run when the capture ends. (Nothing is captured here.)"""
     device.visible = False
     model, _ = pair(library)
     (_, experts), *_ = experts_of(model)

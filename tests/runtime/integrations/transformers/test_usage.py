@@ -32,12 +32,14 @@ LINES = {
 def lines(caplog: pytest.LogCaptureFixture) -> Any:
     caplog.set_level(logging.INFO, "pretuned.integrations.transformers")
 
-    def found() -> list[str]:
-        said = [f"{one.levelname} {one.getMessage()}" for one in caplog.records if one.name.endswith(".usage")]
+    def used() -> list[str]:
+        said = [
+            f"{record.levelname} {record.getMessage()}" for record in caplog.records if record.name.endswith(".usage")
+        ]
         caplog.clear()
         return said
 
-    return found
+    return used
 
 
 @pytest.mark.parametrize("name", LINES)

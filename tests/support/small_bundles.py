@@ -127,7 +127,7 @@ def bundle(
 ) -> Bundle:
     """A bundle; ``tag`` makes its code, and so its digest, another."""
     cubins = tuple(ELF + f"{tag} {sm} {i}".encode() for i in range(len(specs)))
-    made = Bundle(
+    bundle = Bundle(
         Target(sm, sm >= 90),
         min_driver,
         Producer("0.1.0", "3.7.1", "12.8.93", ()),
@@ -138,7 +138,7 @@ def bundle(
         {problem: tuple(rows) for problem, rows in choices.items()},
         tuple(models),
     )
-    return with_plans(made)
+    return with_plans(bundle)
 
 
 def write(path: Path, choices: Mapping[Problem, Sequence[Choice]], **how: object) -> Path:
