@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from host_gpu import Device, use_low_rank_kernels
+from pairwise import pairwise
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records import Fusion, Layout, Op
@@ -239,12 +240,20 @@ def test_what_does_not_fit_is_refused() -> None:
         moe_mlp(x, w, w, torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1), lora=Lora(A, B))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: "+".join(name for name, on in form.items() if on) or "plain")
+@pairwise(dict.fromkeys(("permute_x", "permute_y", "weigh", "bias", "kn", "inside"), (False, True)), strength=3)
 def test_the_low_rank_part_is_in_the_product_s_kernel(
-    device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: dict[str, bool], inside: bool
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    permute_x: bool,
+    permute_y: bool,
+    weigh: bool,
+    bias: bool,
+    kn: bool,
+    inside: bool,
 ) -> None:
     """Forward and dX, where rows don't go elsewhere and are not weighed: by the code that there is for it, or not."""
+    form = {"permute_x": permute_x, "permute_y": permute_y, "weigh": weigh, "bias": bias, "kn": kn}
     monkeypatch.setattr(program, "KINDS", (torch.float32,))
     if inside:
         use_low_rank_kernels(monkeypatch, tmp_path)

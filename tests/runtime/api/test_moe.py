@@ -11,6 +11,7 @@ import torch
 from acts import GATED, UNGATED, row_act
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import pairwise
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records import Layout
@@ -100,12 +101,17 @@ def layer(gated: bool = True, layout: str = "nk", seed: int = 0, spread: float =
 IDS = torch.randint(-1, E + 1, (T, TOPK), generator=torch.Generator().manual_seed(4))
 
 
-@pytest.mark.parametrize("weights_on", ["output", "input"])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("layout", ["nk", "kn"])
-@pytest.mark.parametrize(
-    ("activation", "gated", "interleaved"),
-    [*((name, True, False) for name in GATED), *((name, False, False) for name in UNGATED), ("swiglu_oai", True, True)],
+@pairwise(
+    {
+        "activation, gated, interleaved": [
+            *((name, True, False) for name in GATED),
+            *((name, False, False) for name in UNGATED),
+            ("swiglu_oai", True, True),
+        ],
+        "layout": ["nk", "kn"],
+        "biased": [False, True],
+        "weights_on": ["output", "input"],
+    }
 )
 def test_the_layer_and_its_gradients(
     activation: str, gated: bool, interleaved: bool, layout: str, biased: bool, weights_on: str
@@ -137,9 +143,13 @@ def new_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("weights_on", ["output", "input"])
-@pytest.mark.parametrize("kind", ["plain", "biased", "adapters", "quantised"])
-@pytest.mark.parametrize(("activation", "gated"), [*((name, True) for name in GATED), ("relu2", False)])
+@pairwise(
+    {
+        "activation, gated": [*((name, True) for name in GATED), ("relu2", False)],
+        "kind": ["plain", "biased", "adapters", "quantised"],
+        "weights_on": ["output", "input"],
+    }
+)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*dequantis.*")
 @pytest.mark.usefixtures("new_memory_is_nan")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from host_gpu import PERSISTENT, TOPK, Device, E, K, N, Replay, T, ran, replays, tensors, use_low_rank_kernels
+from pairwise import pairwise
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records import DType, Layout, Op, RowOp
@@ -37,15 +38,13 @@ def planned(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[pr
         yield taken
 
 
-FORMS = [(x, y, w, b) for x in (0, 1) for y in (0, 1) for w in (0, 1) for b in (0, 1)]
+FUSED = dict.fromkeys(("permute_x", "permute_y", "weights", "bias"), (False, True))
 
 
-@pytest.mark.parametrize("layout", ["nk", "kn"])
-@pytest.mark.parametrize("fused", FORMS)
+@pairwise({**FUSED, "layout": ["nk", "kn"]}, strength=3)
 def test_it_computes_what_the_long_way_does(
-    planned: list[product_plan.ProductPlan], fused: tuple[int, ...], layout: str
+    planned: list[product_plan.ProductPlan], permute_x: bool, permute_y: bool, weights: bool, bias: bool, layout: str
 ) -> None:
-    permute_x, permute_y, weights, bias = map(bool, fused)
     inputs = tensors(permute_x=permute_x, weights=weights, bias=bias, layout=layout)
     form = {"permute_x": permute_x, "permute_y": permute_y, "w_layout": layout}
     first = ran(form, inputs, wide=False)
@@ -90,11 +89,11 @@ def of_tokens(tokens: int, form: tuple[int, ...], low: bool, w: torch.Tensor) ->
     return [y, *torch.autograd.grad(y, asked, torch.linspace(-1, 1, y.numel()).view_as(y))]
 
 
-@pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("fused", FORMS)
+@pairwise({**FUSED, "low": [False, True]}, strength=3)
 def test_calls_of_other_rows_of_the_bucket_run_the_same_plan(
-    planned: list[product_plan.ProductPlan], fused: tuple[int, ...], low: bool
+    planned: list[product_plan.ProductPlan], permute_x: bool, permute_y: bool, weights: bool, bias: bool, low: bool
 ) -> None:
+    fused = (permute_x, permute_y, weights, bias)
     counts, w = (9, 11, 8, 10, 9), torch.randn(E, N, K).requires_grad_(not low)
     wanted = []
     for tokens in counts:
@@ -557,9 +556,7 @@ def test_a_frozen_weight_of_rows_that_stay_is_in_the_gradient(device: Device, le
         torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("needs", ["xAB", "AB", "x", "B", ""])
+@pairwise({"needs": ["xAB", "AB", "x", "B", ""], "gathered": [False, True], "inside": [False, True]})
 def test_a_product_beside_an_adapter(
     planned: list[product_plan.ProductPlan],
     device: Device,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import pairwise
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records import DType, Fusion, Gpu, Layout, LocalGpu, Op, Problem, bucket_of
@@ -23,9 +24,7 @@ def shipped() -> None:
     reload()
 
 
-@pytest.mark.parametrize("weights", [None, "mxfp4", "mxfp8", "int4_g64"])
-@pytest.mark.parametrize("op", [Op.FORWARD, Op.DX])
-@pytest.mark.parametrize("M", [64, 8192])
+@pairwise({"weights": [None, "mxfp4", "mxfp8", "int4_g64"], "op": [Op.FORWARD, Op.DX], "M": [64, 8192]})
 def test_it_is_in_the_kernel_that_dispatch_takes(weights: str | None, op: Op, M: int) -> None:
     problem = PRODUCT._replace(op=op, dtype=DType(weights or "bf16"))
     explanation = explain(problem, M=M, sm=90, rank=16)

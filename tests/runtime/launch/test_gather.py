@@ -13,6 +13,7 @@ import torch
 from host_gpu import ALL, TOPK, Device, E, K, N, T
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pairwise import pairwise
 from small_bundles import ELF, H100, H200, ON_A100, ON_H100, ON_H200, Spec, bundle, measured, modelled, snapshot
 
 from pretuned.artifacts.codec import encode
@@ -396,13 +397,17 @@ def first(device: Device) -> Device:
     return device
 
 
-@pytest.mark.parametrize("there", ["all", "no pass", "plain code alone"])
-@pytest.mark.parametrize("layout", ["nk", "kn"])
-@pytest.mark.parametrize("fused", [(x, y, w, b) for x in (0, 1) for y in (0, 1) for w in (0, 1) for b in (0, 1)])
+@pairwise(
+    {
+        **dict.fromkeys(("permute_x", "permute_y", "weights", "bias"), (False, True)),
+        "layout": ["nk", "kn"],
+        "there": ["all", "no pass", "plain code alone"],
+    },
+    strength=3,
+)
 def test_every_form_and_gradient_is_the_references(
-    first: Device, monkeypatch: pytest.MonkeyPatch, fused: tuple[int, ...], layout: str, there: str
+    first: Device, permute_x: bool, permute_y: bool, weights: bool, bias: bool, layout: str, there: str
 ) -> None:
-    permute_x, permute_y, weights, bias = map(bool, fused)
     first.layout = Layout(layout)
     first.gathers_first((N, K))
     if there != "all":

@@ -10,6 +10,7 @@ import pytest
 import torch
 from emulated_driver import forget
 from host_gpu import ALL, PERSISTENT, TOPK, Device, E, K, N, T, ran, tensors
+from pairwise import pairwise
 
 from pretuned.artifacts.records import DType, Fusion, Layout, Op, RowOp
 from pretuned.runtime import Lora, grouped_gemm, moe_mlp, reload
@@ -17,17 +18,22 @@ from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.ops import zero_rows
 
 
-@pytest.mark.parametrize(
-    "missing",
-    [set(), {Fusion.GATHER}, {Fusion.GATHER, Fusion.SCATTER}, {Fusion.GATHER, Fusion.SCATTER, Fusion.NONE}],
-    ids=["every kernel", "none that gathers", "plain kernels", "no kernel"],
+@pairwise(
+    {
+        **dict.fromkeys(("permute_x", "permute_y", "weights", "bias"), (False, True)),
+        "layout": ["nk", "kn"],
+        "missing": [
+            set(),
+            {Fusion.GATHER},
+            {Fusion.GATHER, Fusion.SCATTER},
+            {Fusion.GATHER, Fusion.SCATTER, Fusion.NONE},
+        ],
+    },
+    strength=3,
 )
-@pytest.mark.parametrize("layout", ["nk", "kn"])
-@pytest.mark.parametrize("fused", [(x, y, w, b) for x in (0, 1) for y in (0, 1) for w in (0, 1) for b in (0, 1)])
 def test_a_launch_computes_what_the_reference_does(
-    device: Device, fused: tuple[int, ...], layout: str, missing: set[Fusion]
+    device: Device, permute_x: bool, permute_y: bool, weights: bool, bias: bool, layout: str, missing: set[Fusion]
 ) -> None:
-    permute_x, permute_y, weights, bias = map(bool, fused)
     device.there = {(op, fusion) for op, fusion in ALL if fusion not in missing}
     inputs = tensors(permute_x=permute_x, weights=weights, bias=bias, layout=layout)
     device.layout = Layout(layout)

@@ -13,6 +13,7 @@ import torch
 from acts import GATED
 from calls import calls_of
 from host_gpu import ALL, PASSES, PERSISTENT, Device, Replay, bundle_bytes, replays, use_low_rank_kernels
+from pairwise import pairwise
 from torch.autograd import forward_ad
 
 from pretuned.artifacts.errors import InputError
@@ -101,10 +102,14 @@ def both(device: Device, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     return compare
 
 
-@pytest.mark.parametrize("there", ["all", "no passes", "no GEMMs"])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("layout", ["nk", "kn"])
-@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("swiglu_oai", True), ("relu2", False)])
+@pairwise(
+    {
+        "activation, gated": [("silu", True), ("swiglu_oai", True), ("relu2", False)],
+        "layout": ["nk", "kn"],
+        "biased": [False, True],
+        "there": ["all", "no passes", "no GEMMs"],
+    }
+)
 def test_the_launches_add_up_to_the_reference(
     device: Device, both: Any, activation: str, gated: bool, layout: str, biased: bool, there: str
 ) -> None:
@@ -334,9 +339,7 @@ def test_a_plan_takes_no_bias_that_is_less_aligned(
     assert planned == [T]
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("layout", ["nk", "kn"])
-@pytest.mark.parametrize("needs", SUBSETS, ids="+".join)
+@pairwise({"needs": SUBSETS, "layout": ["nk", "kn"], "gated": [True, False]})
 def test_a_gradient_that_comes_again_is_planned(
     monkeypatch: pytest.MonkeyPatch,
     device: Device,
@@ -950,12 +953,17 @@ def low_rank(gated: bool, shared: bool, r: int = 4) -> dict[str, torch.Tensor | 
     return {name: torch.randn(size, generator=generator) / 3 for name, size in zip(LOW, sizes, strict=True)}
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("without", [None, 1, 2])
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2", False)])
-@pytest.mark.parametrize("needs", [LOW, (*LOW, "hidden", "weights"), ()], ids=["low", "all", "none"])
+@pairwise(
+    {
+        "needs": [LOW, (*LOW, "hidden", "weights"), ()],
+        "activation, gated": [("silu", True), ("relu2", False)],
+        "biased": [False, True],
+        "shared": [False, True],
+        "without": [None, 1, 2],
+        "inside": [False, True],
+    },
+    strength=3,
+)
 def test_a_layer_with_adapters_that_comes_again_is_planned(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

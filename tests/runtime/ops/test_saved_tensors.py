@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from host_gpu import Device
+from pairwise import pairwise
 
 from pretuned.artifacts.errors import InputError
 from pretuned.runtime import ExpertWeights, Lora, activate, grouped_gemm, moe_mlp, sort_routing
@@ -132,7 +133,10 @@ def saved(call: Call) -> list[torch.Tensor]:
     return held
 
 
-@pytest.fixture(params=["cpu", "gpu, first", "gpu, recorded", "gpu, again"])
+TIMES = ["cpu", "gpu, first", "gpu, recorded", "gpu, again"]
+
+
+@pytest.fixture
 def times(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """How many calls come before the one with hooks: on an emulated GPU a call that comes again has a program."""
     if request.param == "cpu":
@@ -140,7 +144,7 @@ def times(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return
     request.getfixturevalue("device")
     monkeypatch.setattr(program, "KINDS", (torch.float32,))
-    yield ["gpu, first", "gpu, recorded", "gpu, again"].index(request.param)
+    yield TIMES[1:].index(request.param)
 
 
 def ready(name: str, times: int) -> Call:
@@ -153,8 +157,7 @@ def ready(name: str, times: int) -> Call:
     return call
 
 
-@pytest.mark.parametrize("change", OTHER)
-@pytest.mark.parametrize("name", CALLS)
+@pairwise({"name": CALLS, "change": OTHER, "times": TIMES}, indirect=["times"])
 def test_another_tensor_than_was_saved_is_refused_by_name(name: str, change: str, times: int) -> None:
     call = ready(name, times)
     tried = [at for at, tensor in enumerate(saved(call)) if tensor.dim() > 1 or change != "thinner"]
@@ -164,8 +167,7 @@ def test_another_tensor_than_was_saved_is_refused_by_name(name: str, change: str
             hooked(call, at, OTHER[change])
 
 
-@pytest.mark.parametrize("change", EQUAL)
-@pytest.mark.parametrize("name", CALLS)
+@pairwise({"name": CALLS, "change": EQUAL, "times": TIMES}, indirect=["times"])
 def test_an_equal_tensor_elsewhere_changes_no_gradient(name: str, change: str, times: int) -> None:
     call = ready(name, times)
     wanted = gradients(call)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from emulated_driver import EmulatedGpu, emulated
+from pairwise import pairwise
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -51,9 +52,7 @@ def addresses(w: ExpertWeights) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize("format", FORMATS)
+@pairwise({"format": FORMATS, "prepared": [False, True], "dtype": DTYPES})
 def test_w_is_quantised_in_place_to_the_bits_of_new_weights(format: str, prepared: bool, dtype: torch.dtype) -> None:
     w, new = packed_weights(format, prepared=prepared), numbers(1, dtype=dtype)
     before = addresses(w)

@@ -14,6 +14,7 @@ import pytest
 import stockexperts
 import torch
 from acts import UNGATED, row_act
+from pairwise import pairwise
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -234,9 +235,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("when", ["before the first call", "after it"])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pairwise({"change": CHANGES, "dtype": DTYPES, "when": ["before the first call", "after it"]})
 def test_what_is_changed_runs_its_own_code(library: Any, change: str, when: str, dtype: torch.dtype) -> None:
     experts = stock().to(dtype)
     if when == "after it":
