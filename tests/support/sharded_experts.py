@@ -1,7 +1,7 @@
-"""Quantised experts under FSDP2, in two processes: ``python sharded_experts.py RANK FILE WHEN``.
+"""Quantised experts under FSDP2, in two processes: ``python sharded_experts.py RANK FILE WHEN...``.
 
-``WHEN`` says when experts are prepared: never, before they are sharded, or in the first call. With two GPUs they run
-there, by NCCL, and the first call prepares them wherever bundles have kernels for that.
+``WHEN`` says when experts are prepared: ``never``, ``before`` they are sharded, or in the first ``call``, which comes
+last. With two GPUs they run there, by NCCL, and the first call prepares them wherever bundles have kernels for that.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ PARTS = ("gate_up_proj", "down_proj")
 GPU = torch.cuda.device_count() >= WORLD
 
 
-def run_ranks(store: Path, when: str) -> None:
+def run_ranks(store: Path, *when: str) -> None:
     """Run all ranks in processes of their own; an AssertionError has what they wrote if one fails."""
     paths = os.pathsep.join((str(HERE.parent), str(MODELS), os.environ.get("PYTHONPATH", "")))
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(HERE), str(rank), str(store), when],
+            [sys.executable, str(HERE), str(rank), str(store), *when],
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
@@ -45,10 +45,8 @@ def run_ranks(store: Path, when: str) -> None:
     assert [rank.returncode for rank in ranks] == [0] * WORLD, "\n".join(errors)
 
 
-def main(rank: int, file: str, when: str) -> None:
-    """Compare a sharded model with one that is not; an AssertionError says where they differ."""
-    import test_quantised as small_models
-    import transformers
+def main(rank: int, file: str, *when: str) -> None:
+    """Compare sharded models with models that are not; an AssertionError says where they differ."""
     from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
     from transformers.integrations.moe import ExpertsInterface
 
@@ -57,6 +55,15 @@ def main(rank: int, file: str, when: str) -> None:
     if GPU:
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if GPU else "gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD)
+    for each in when:
+        compare(each)
+
+
+def compare(when: str) -> None:
+    """Compare a sharded model, whose experts are prepared ``when``, with one that is not sharded."""
+    import test_quantised as small_models
+    import transformers
+
     model, _ = small_models.pair(transformers)
     ids = small_models.IDS
     if GPU:
@@ -142,5 +149,5 @@ def spread(tensor: torch.Tensor, mesh: Any, like: Any) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(int(sys.argv[1]), *sys.argv[2:])
     os._exit(0)  # all was compared: gloo's threads may abort a process that ends while the other still listens

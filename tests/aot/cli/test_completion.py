@@ -25,6 +25,9 @@ import pytest
 def test_a_shell_completes(aot_process, words, wanted):
     asked = {"_AOT_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     assert set(aot_process(**asked).out.split()) == wanted
+
+
+def test_a_shell_gets_the_function_that_asks(aot_process):
     assert "_aot_completion" in aot_process(_AOT_COMPLETE="bash_source").out
 
 

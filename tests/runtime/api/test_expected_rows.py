@@ -22,7 +22,7 @@ from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.launch import program
 
 E, H, I, K = 4, 12, 8, 2  # noqa: E741  (I: the expert's width)
-MANY, LARGE_FROM = 4096, 128  # rows
+MANY, LARGE_FROM = 1024, 128  # rows
 LARGE = Config(64, 64, 64, 4, 2)
 SIZES = ((2 * I, H), (H, I), (I, H), (4, H), (2 * I, 4), (4, I), (H, 4))  # N, K; those of a rank of 4, too
 
@@ -50,10 +50,15 @@ def publish(device: Device, small: Config = PERSISTENT, gather_ns: int = 1000) -
 
 
 @pytest.fixture(autouse=True)
-def replayed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Replay]]:
-    """The programs of plans that ran. The emulated GPU computes in float32."""
+def published(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulated GPU has the bundle, and computes in float32."""
     monkeypatch.setattr(program, "KINDS", (torch.float32,))
     publish(device)
+
+
+@pytest.fixture
+def replayed(published: None) -> Iterator[list[Replay]]:
+    """The programs of plans that ran."""
     taken: list[Replay] = []
     with replays(taken.append):
         yield taken
