@@ -31,6 +31,7 @@ def libraries() -> ModuleType:
     return cold_libraries
 
 
+@pytest.mark.slow  # a process that imports torch
 def test_ready_inputs_import_nothing_of_pretuned() -> None:
     """Its import is in its time."""
     code = (

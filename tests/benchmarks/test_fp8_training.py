@@ -27,6 +27,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_training, "most_mb", lambda step: float(len(step())))
 
 
+@pytest.mark.slow
 def test_products_are_those_of_quantised_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     for least in (0, fp8_products.LEAST):  # dW of codes, and of bf16
         monkeypatch.setattr(fp8_products, "LEAST", least)

@@ -20,7 +20,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # processes of two trees
 def test_this_checkout_beside_itself(tmp_path: Path) -> None:
     out = tmp_path / "new" / "times.json"
     how = ("--without-gpu", "--seconds", 0.1, "--batches", 3, "--most", 100, "--only", *CALLS)

@@ -74,6 +74,7 @@ def test_what_was_timed_is_not_timed_again(tool: ModuleType, tmp_path: Path) -> 
     assert {record.bucket // tool.top_k_of(record.problem.E, 8) for record in records} == set(tool.TOKENS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpu", "worst", "modelled"), [("h100", 0.15, 0.025), ("h200", 0.18, 0.013)])
 def test_shapes_that_no_list_has_lose_little(tool: ModuleType, gpu: str, worst: float, modelled: float) -> None:
     """Of products that another seed drew than the ones by which the neighbours' weights were set."""
@@ -88,6 +89,7 @@ def test_shapes_that_no_list_has_lose_little(tool: ModuleType, gpu: str, worst: 
     assert statistics.fmean(cell.modelled for cell in cells) > modelled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 def test_a_shortlist_by_neighbours_loses_less_than_one_by_the_cost_model(tool: ModuleType, gpu: str) -> None:
     with open_bundle(tool.BUNDLE) as bundle:
@@ -107,7 +109,7 @@ def test_a_shortlist_by_neighbours_loses_less_than_one_by_the_cost_model(tool: M
     ("journal", "bundle", "most"),
     [
         ("catalogue-h100", "catalogue", 0.007),
-        ("quantised-h100", "quantised", 0.02),
+        pytest.param("quantised-h100", "quantised", 0.02, marks=pytest.mark.nightly),
         ("quantised-h200", "quantised", 0.02),
         pytest.param("deployed-h100", "catalogue", 0.007, marks=pytest.mark.nightly),
         pytest.param("catalogue-h200", "catalogue", 0.007, marks=pytest.mark.nightly),

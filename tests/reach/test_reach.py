@@ -89,7 +89,7 @@ def test_a_mutant_is_the_file_with_one_thing_changed() -> None:
         assert len(changed) <= 1 or len(there) != len(whole), mutant
 
 
-@pytest.mark.slow  # several runs of pytest
+@pytest.mark.nightly  # several runs of pytest, of a tool that the night uses alone
 def test_mutants_are_tested_by_their_tests() -> None:
     """Mutants of a small file are tested in a process that has not imported the product; an unchanged file survives."""
     code = """

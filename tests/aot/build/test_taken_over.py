@@ -221,7 +221,13 @@ def from_models(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu", HOPPERS, ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize(
+    "gpu",
+    [
+        pytest.param(gpu, marks=() if gpu.name.endswith(("H200", "H20")) else pytest.mark.nightly, id=gpu.name)
+        for gpu in HOPPERS
+    ],
+)
 def test_no_problem_of_models_txt_is_slower_with_the_bundle(from_models: Built, gpu: Gpu) -> None:
     """Cells that were measured run the same kernel as before. Elsewhere the cost model chooses among more variants."""
     local = LocalGpu(90, gpu)

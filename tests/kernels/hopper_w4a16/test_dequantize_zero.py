@@ -27,6 +27,7 @@ def bf16(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float32).view(np.uint32) >> 16
 
 
+@pytest.mark.slow  # all codes, zero points and scales
 @pytest.mark.parametrize("groups", [1, 2])
 def test_every_code_less_every_zero_point_times_every_scale_is_rounded_once(groups: int) -> None:
     """Each word has one code in every place; the other group has another scale and another zero point."""

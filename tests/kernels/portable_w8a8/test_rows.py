@@ -92,8 +92,22 @@ def products(dtype: DType, config: Config, sm: int) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [DType.FP8_BLOCK, DType.FP8_CHANNEL])
-@pytest.mark.parametrize("sm", [89, 100, pytest.param(120, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("sm", "dtype"),
+    [
+        (89, DType.FP8_BLOCK),
+        (100, DType.FP8_CHANNEL),
+        *(
+            pytest.param(sm, dtype, marks=pytest.mark.nightly)
+            for sm, dtype in (
+                (89, DType.FP8_CHANNEL),
+                (100, DType.FP8_BLOCK),
+                (120, DType.FP8_BLOCK),
+                (120, DType.FP8_CHANNEL),
+            )
+        ),
+    ],
+)
 def test_tensor_cores_multiply_e4m3(sm: int, dtype: DType) -> None:
     """But for few rows on 10.0, whose tcgen05 has tiles of 64 rows and more: there both become fp16, exactly."""
     configs = (*candidates(Op.FORWARD, dtype, sm), *fallbacks(Op.FORWARD, dtype, sm))
