@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Tensors here are small: a second thread of torch or numpy waits for work, and takes another test's core meanwhile.
+# torch reads this when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import torch
 
 gc.disable()  # until all tests are collected
 ROOT = Path(__file__).resolve().parents[1]
-# Tensors here are small: a second thread of torch or numpy waits for work, and takes another test's core meanwhile.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's own background job: processes of tests would have it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("COLUMNS", None)  # a worker of xdist is told its terminal's: output is then as wide as that

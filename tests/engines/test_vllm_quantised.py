@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import largest_tensors
 import pytest
@@ -81,8 +80,8 @@ _TOLD = {
 }
 
 
-@pytest.fixture(autouse=True)
-def amx(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def amx() -> Iterator[None]:
     """vLLM's CPU engine has a backend for fp8 blocks with AMX alone, and none for most formats.
 
     Here it chooses one, as on a GPU. Its layers are taken, and it never runs.
@@ -97,18 +96,20 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     from vllm.scalar_type import scalar_types
 
-    for experts_class in (cpu_moe.CPUExpertsFp8, cpu_moe.CPUExpertsMxfp4, cpu_moe.CPUExpertsInt4):
-        monkeypatch.setattr(experts_class, "_supports_current_device", staticmethod(lambda: True))
-        monkeypatch.setattr(experts_class, "_supports_quant_scheme", staticmethod(lambda *_: True))
-    for experts_class in (compressed_tensors_moe_w4a4_nvfp4, modelopt):
-        monkeypatch.setattr(experts_class, "select_nvfp4_moe_backend", lambda **_: (NvFp4MoeBackend.MARLIN, None))
-    for experts_class in (compressed_tensors_moe_w8a8_mxfp8, modelopt):
-        chosen = Fp8MoeBackend.MARLIN, cpu_moe.CPUExpertsFp8
-        monkeypatch.setattr(experts_class, "select_mxfp8_moe_backend", lambda chosen=chosen, **_: chosen)
-    # vLLM refuses GPTQ with zero points where it makes dense layers, which are not quantised here.
-    monkeypatch.setitem(auto_gptq.AutoGPTQConfig.TYPE_MAP, (4, False), scalar_types.uint4)
-    for experts_class in (auto_awq, auto_gptq):
-        monkeypatch.setattr(experts_class, "check_moe_marlin_supports_layer", lambda *_, **__: True)
+    with pytest.MonkeyPatch.context() as patch:
+        for experts_class in (cpu_moe.CPUExpertsFp8, cpu_moe.CPUExpertsMxfp4, cpu_moe.CPUExpertsInt4):
+            patch.setattr(experts_class, "_supports_current_device", staticmethod(lambda: True))
+            patch.setattr(experts_class, "_supports_quant_scheme", staticmethod(lambda *_: True))
+        for experts_class in (compressed_tensors_moe_w4a4_nvfp4, modelopt):
+            patch.setattr(experts_class, "select_nvfp4_moe_backend", lambda **_: (NvFp4MoeBackend.MARLIN, None))
+        for experts_class in (compressed_tensors_moe_w8a8_mxfp8, modelopt):
+            chosen = Fp8MoeBackend.MARLIN, cpu_moe.CPUExpertsFp8
+            patch.setattr(experts_class, "select_mxfp8_moe_backend", lambda chosen=chosen, **_: chosen)
+        # vLLM refuses GPTQ with zero points where it makes dense layers, which are not quantised here.
+        patch.setitem(auto_gptq.AutoGPTQConfig.TYPE_MAP, (4, False), scalar_types.uint4)
+        for experts_class in (auto_awq, auto_gptq):
+            patch.setattr(experts_class, "check_moe_marlin_supports_layer", lambda *_, **__: True)
+        yield
 
 
 @pytest.fixture(scope="module", params=_KINDS)
@@ -132,55 +133,84 @@ def calls_of(llm: Any) -> tuple[Told, list[str]]:
     return generate(llm), ran
 
 
-def test_a_quantised_model_says_what_its_twin_says(kind: str, pair: Pair) -> None:
-    own = run(pair.twin, "0", generate, dtype="bfloat16")
-    with lines() as logged:
-        said, ran = run(pair.quantised, "1", calls_of, dtype="bfloat16", **_SETTINGS.get(kind, {}))
-    assert set(ran) == {"PretunedQuantisedExperts"}
-    assert logged == [f"pretuned: runs the MoE layers of {_TOLD[kind]}"]
-    twin, _ = run(pair.twin, "1", calls_of, dtype="bfloat16")
+class Served(NamedTuple):
+    """An engine of a quantised checkpoint; ``second`` and ``in_place`` are of the weights that it loaded again."""
+
+    first: Told
+    ran: list[str]
+    log: list[str]
+    second: Told | None
+    in_place: bool
+
+
+@pytest.fixture(scope="module")
+def other(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The checkpoint with other weights."""
+    return _KINDS[kind](tmp_path_factory.mktemp(f"other {kind}"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def wanted(kind: str, other: Pair) -> Told:
+    """The tokens of an engine that begins with the other weights."""
+    return run(other.quantised, "1", generate, dtype="bfloat16", **_SETTINGS.get(kind, {}))
+
+
+@pytest.fixture(scope="module")
+def twin(pair: Pair) -> Told:
+    """The tokens of the model that has the quantised weights' values in bf16."""
+    return run(pair.twin, "1", generate, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def served(kind: str, pair: Pair, other: Pair, twin: Told) -> Served:
+    """One engine for both tests: it takes seconds to start. It is not the first: that sets up vLLM's loggers."""
+
+    def ask(llm: Any) -> Served:
+        first, ran = calls_of(llm)
+        said, before = list(log), pointers(llm)
+        if "mxfp4" in kind:  # vLLM 0.32 itself says something else after gpt-oss, unquantised as well, is loaded again
+            return Served(first, ran, said, None, True)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other.quantised)})
+        return Served(first, ran, said, generate(llm), before == pointers(llm))
+
+    with lines() as log:
+        settings = {"dtype": "bfloat16", **_SETTINGS.get(kind, {})}
+        return run(pair.quantised, "1", ask, **settings, enable_prefix_caching=False)
+
+
+def test_a_quantised_model_says_what_its_twin_says(kind: str, pair: Pair, served: Served, twin: Told) -> None:
+    assert set(served.ran) == {"PretunedQuantisedExperts"}
+    assert served.log == [f"pretuned: runs the MoE layers of {_TOLD[kind]}"]
     if "fp8" in kind and "mx" not in kind:  # whose tokens are quantised, too
-        assert said != twin
-        assert said.logprobs[1][0] == pytest.approx(twin.logprobs[1][0], abs=0.05)
+        assert served.first != twin
+        assert served.first.logprobs[1][0] == pytest.approx(twin.logprobs[1][0], abs=0.05)
     else:
-        assert said == twin  # the same arithmetic, of the same weights
-    assert said.logprobs[1][0] == pytest.approx(own.logprobs[1][0], abs=0.05)
-    assert len(said.tokens[0]) == NEW_TOKENS
+        assert served.first == twin  # the same arithmetic, of the same weights
+    own = run(pair.twin, "0", generate, dtype="bfloat16")
+    assert served.first.logprobs[1][0] == pytest.approx(own.logprobs[1][0], abs=0.05)
+    assert len(served.first.tokens[0]) == NEW_TOKENS
 
 
 @pytest.mark.parametrize("kind", [kind for kind in _KINDS if "mxfp4" not in kind], indirect=True, scope="module")
-def test_weights_that_are_loaded_again(kind: str, pair: Pair, tmp_path: Path) -> None:
-    """(vLLM 0.32 itself says something else after gpt-oss, unquantised as well, is loaded again.)"""
-    other = _KINDS[kind](tmp_path, seed=1)
-    settings = {"dtype": "bfloat16", **_SETTINGS.get(kind, {})}
-    own = run(other.quantised, "1", generate, **settings)
-
-    def ask(llm: Any) -> tuple[Told, Told, bool]:
-        first, before = generate(llm), pointers(llm)
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other.quantised)})
-        return first, generate(llm), before == pointers(llm)
-
-    first, second, in_place = run(pair.quantised, "1", ask, **settings, enable_prefix_caching=False)
-    assert first != second
-    assert second == own
-    assert in_place
+def test_weights_that_are_loaded_again(served: Served, wanted: Told) -> None:
+    assert served.first != served.second
+    assert served.second == wanted
+    assert served.in_place
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4_zero", "nvfp4"], indirect=True, scope="module")
-def test_weights_come_again_in_any_order(kind: str, pair: Pair, tmp_path: Path) -> None:
+def test_weights_come_again_in_any_order(kind: str, pair: Pair, other: Pair, wanted: Told) -> None:
     """By name, as a trainer sends them; a refit that is refused changes nothing."""
     from safetensors.torch import load_file
 
-    other = _KINDS[kind](tmp_path, seed=1)
     settings = {"dtype": "bfloat16", **_SETTINGS.get(kind, {})}
-    own = run(other.quantised, "1", generate, **settings)
     (tensors,) = (load_file(path) for path in other.quantised.glob("*.safetensors"))
 
     def ask(llm: Any) -> list[Told]:
         results, before = [], pointers(llm)
         for names in (sorted(tensors, reverse=True), random.Random(3).sample(sorted(tensors), len(tensors))):
             llm.collective_rpc("reload_weights", kwargs={"weights_path": str(pair.quantised)})
-            assert generate(llm) != own
+            assert generate(llm) != wanted
             changed = ((name, tensors[name]) for name in names)
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": changed})
             results.append(generate(llm))
@@ -188,7 +218,7 @@ def test_weights_come_again_in_any_order(kind: str, pair: Pair, tmp_path: Path) 
         return results
 
     for said in run(pair.quantised, "1", ask, **settings, enable_prefix_caching=False):
-        assert said == own
+        assert said == wanted
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4", "nvfp4"], indirect=True, scope="module")

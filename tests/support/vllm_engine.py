@@ -10,6 +10,7 @@ import importlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -107,6 +108,31 @@ def _imports_passed_over() -> Iterator[None]:
         yield
 
 
+_scanned: set[str] = set()  # modules
+
+
+@contextlib.contextmanager
+def _kernels_replaced_once() -> Iterator[None]:
+    """Have vLLM look for Triton kernels, which it replaces on a CPU, only if there are modules that it has not seen.
+
+    It looks at each name of each module whenever an engine starts: that was a third of a small engine's life.
+    """
+    from vllm.platforms import current_platform
+
+    platform, name = type(current_platform), "register_triton_kernel_overrides"
+    replace = getattr(platform, name, None)
+
+    def once() -> None:
+        if not _scanned.issuperset(sys.modules):
+            replace()
+            _scanned.update(sys.modules)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if replace is not None:  # older ones have none
+            patch.setattr(platform, name, staticmethod(once))
+        yield
+
+
 def run(path: Path, switch: str | None, ask: Callable[[Any], T], **settings: Any) -> T:
     """Return ``ask``'s result on vLLM's LLM of the model in ``path``; PRETUNED_VLLM is ``switch`` (None: unset)."""
     import vllm
@@ -134,7 +160,7 @@ def run(path: Path, switch: str | None, ask: Callable[[Any], T], **settings: Any
         engine_settings["attention_backend"] = "CPU_MLA"
     # It fails without a tokenizer. The line that says so keeps the engine for as long as pytest keeps the line.
     logging.getLogger("vllm.renderers.base").setLevel(logging.ERROR)
-    with _imports_passed_over():
+    with _imports_passed_over(), _kernels_replaced_once():
         llm = vllm.LLM(model=str(path), skip_tokenizer_init=True, **(engine_settings | settings))
         try:
             return ask(llm)
