@@ -386,7 +386,7 @@ FIELDS = (
 )
 MODEL = ("name", "tp", "ep", "top_k", "dtype", "problems")
 
-_GOLDEN = 0.618  # steps of this part of a circle spread evenly over it, however many there are
+_GOLDEN = 0.618  # steps of this part of a circle spread evenly over it, for any number of steps
 GLANCED_BYTES = 4096  # hold what an index begins with: the target, and mostly the GPUs, too
 _BEGIN = re.compile(
     rb"\x89\xa6target\x82\xa2sm(?:([\x00-\x7f])|\xcc(.)|\xcd(..))\xadarch_specific([\xc2\xc3])", re.DOTALL

@@ -590,7 +590,7 @@ class Producer(NamedTuple):
 
     @property
     def compile_options(self) -> tuple[str, ...]:
-        """The options of the compiler."""
+        """Return the compiler's options for a record."""
         return tuple(option for option in self.options if not option.startswith(_HELD_AGAINST))
 
     @property

@@ -70,7 +70,7 @@ BENCHMARKS = (
     Benchmark("start", "decisions", "what the shipped bundles decide for each of their problems", "any machine"),
     Benchmark("model", "replan", "plans of the shipped bundles made anew, and what they take", "any machine"),
     Benchmark("start", "found", "time of a first call before it uses the GPU", "any machine"),
-    Benchmark("start", "proof", "does a bundle built elsewhere run here, right, at once", BUNDLES),
+    Benchmark("start", "first_use", "does a bundle built elsewhere run here, right, at once", BUNDLES),
     Benchmark(
         "start",
         "cold_start",

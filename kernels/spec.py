@@ -30,7 +30,7 @@ class Schedule(enum.IntEnum):
     W4A16 = 4  # COOPERATIVE; w's codes become bf16 in registers; tiles of 64 columns split K between the warpgroups
     W8A8_BLOCK = 5  # COOPERATIVE; codes of x times codes of w, scaled for each block of K
     W8A8_CHANNEL = 6  # like W4A16, but codes of x times codes of w; sums are scaled for each row of both
-    W8A8_STARTS = 7  # like W8A8_BLOCK, of rows that lie apart, whose codes are read where they arrive
+    W8A8_STARTS = 7  # like W8A8_BLOCK, for padded rows, whose codes are read in place
 
     @property
     def warp_specialized(self) -> bool:
@@ -55,7 +55,7 @@ class Edge(enum.IntEnum):
 class TileRows(enum.IntEnum):
     """The rows of a tile in forward and dX."""
 
-    FIXED = 0  # ``block_m``
+    FIXED = 0  # each has ``block_m`` rows
     FITTED = 1  # an expert's rows are split evenly among its tiles: at most ``block_m``, a multiple of 16
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 
-TYPE_CHECKING = False  # a type checker takes it for typing's, whose import would take longer than all else here
+TYPE_CHECKING = False  # type checkers treat it as typing's, whose import would take longer than all others here
 
 if TYPE_CHECKING:
     from ..kernels.activations import Activation
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .ops.low_rank import Lora
     from .weights.quantized_rows import QuantizedRows
 
-# name -> module; no name is a module's own, or importing that module would hide it.
+# name -> module; no name equals a module's, because importing that module would replace it.
 _PUBLIC = {
     "Activation": ".kernels.activations",
     "ExpertWeights": "api.expert_weights",

@@ -13,7 +13,7 @@ from typing import Any
 from ..artifacts.errors import PretunedError
 
 _INTERRUPTED = 130
-_READER_LEFT = 141  # 128 + SIGPIPE: what a shell says of a program whose reader (head, less) closed the pipe
+_READER_LEFT = 141  # 128 + SIGPIPE: a shell's exit code of a program whose reader (head, less) closed the pipe
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -83,13 +83,15 @@ def _main(options: argparse.Namespace) -> int:
         print(f"pretuned {metadata.version('pretuned')}")
         return 0
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch without it; nothing here needs it
-        from .inspect import doctor, prove
+        warnings.filterwarnings(
+            "ignore", "Failed to initialize NumPy"
+        )  # torch without numpy warns; nothing here needs numpy
+        from .inspect import doctor, self_test_all
 
     try:
-        report: Any = prove.examine() if options.self_test else None
+        report: Any = self_test_all.examine() if options.self_test else None
         if options.batch_invariance:
-            from .api import batch_invariance  # here, as it brings all that computes along
+            from .api import batch_invariance  # here, as it imports everything that computes
 
             report = batch_invariance.examine(progress=lambda line: print(line, file=sys.stderr, flush=True))
         report = report or (doctor.examine_engine(options.engine) if options.engine else doctor.examine())
@@ -114,7 +116,7 @@ def shown(report: Any, *, as_json: bool) -> int:
 
 
 def _drop_output() -> None:
-    """Send what is not written yet nowhere: else the interpreter's last flush would complain."""
+    """Discard unwritten output, so that the interpreter's last flush does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

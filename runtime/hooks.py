@@ -72,7 +72,7 @@ def register_compiler(compiler: Compiler | None) -> None:
 
 
 def allow_jit(allowed: bool = True) -> None:
-    """Let Triton compile, when it is needed, what no bundle has; without this, torch runs such calls.
+    """Let Triton compile kernels that no bundle has when a call needs them; without this, torch runs such calls.
 
     Some seconds, once for each op, dtype, layout and form; the code is launched as a bundle's is, and the next
     process finds it in the compile cache. Never in a graph capture: there torch runs, as it does without this.
@@ -94,7 +94,7 @@ def allow_jit(allowed: bool = True) -> None:
             "(pip install 'pretuned[aot]') registers one"
         )
     _allowed = allowed
-    reload()  # what fell to torch is decided anew
+    reload()  # calls that torch ran are decided again
 
 
 def jit_allowed() -> bool:
@@ -103,7 +103,7 @@ def jit_allowed() -> bool:
 
 
 def compiler() -> Compiler | None:
-    """The compiler that is registered."""
+    """Return the registered compiler."""
     return _compiler
 
 
@@ -164,14 +164,14 @@ def current() -> Any:
 
 
 def on_reload(forget: Callable[[], None]) -> None:
-    """Have ``reload`` call ``forget``: whoever keeps what it read of the bundles empties it there."""
+    """Have ``reload`` call ``forget``, which must clear everything that was cached of the bundles."""
     _forget.append(forget)
 
 
 def reload() -> None:
-    """Read the environment and all places again: bundles that were added since are found.
+    """Read the environment and the bundle search path again, to find bundles that were added since.
 
-    Calls under way finish with what they began with; code that was loaded stays loaded.
+    Running calls finish with the bundles that they began with; loaded kernels stay loaded.
     """
     settings.forget()
     for forget in _forget:

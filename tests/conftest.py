@@ -94,8 +94,8 @@ def process_as_before() -> Iterator[None]:
             hooks.allow_jit(allowed=False)
         elif hooks.settings._settings not in (None, hooks.settings.read(os.environ)):
             hooks.reload()
-    if self_tests := loaded.get("pretuned.runtime.self_tests"):
-        self_tests._memory.__init__()
+    if self_test_results := loaded.get("pretuned.runtime.self_test_results"):
+        self_test_results._memory.__init__()
     if (device := loaded.get("pretuned.runtime.driver.device")) and not device.torch.cuda.is_available():
         device.devices.clear()
 

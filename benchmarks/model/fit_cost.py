@@ -67,7 +67,7 @@ def select(cells: Sequence[Cell], constants: Constants) -> dict[str, dict[str, o
 
 
 def with_held(fitted: Constants) -> Constants:
-    """With what no sweep tells: the constants that were read off journals and trials stay as they are."""
+    """Return the fitted constants; those that no sweep measures keep their values from journals and trials."""
     own, special = CONSTANTS.hopper, fitted.hopper.specialized
     special = special._replace(dealt_memory=own.specialized.dealt_memory)
     return fitted._replace(hopper=fitted.hopper._replace(short_reads=own.short_reads, specialized=special))

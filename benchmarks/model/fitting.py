@@ -66,9 +66,9 @@ FITTED_DW: tuple[tuple[str, float, float, float], ...] = (
     ("specialized.weight_exposed", 0.02, 1.0, 1.5),
     ("specialized.turns_weight_rate", 0.9, 1.6, 1.1),
 )
-SHARED = ("cold_ns", "start_ns", "store_ns")  # of every generation: the others are this generation's alone
+SHARED = ("cold_ns", "start_ns", "store_ns")  # shared by all generations; each generation has its own of the others
 
-# Where every search begins, never the last fit: with it, a model left out would still be in the constants.
+# Start of every search. The last fit is none: it has seen the model that is left out.
 _FAMILY = ConstantsFamily(
     0.79,
     50.0,
@@ -91,10 +91,10 @@ PRIOR = Constants(cold_ns=3000.0, start_ns=1500.0, store_ns=300.0, hopper=_FAMIL
 
 SHARPNESS = 0.01  # two estimates this far apart (in log) count as clearly ranked
 EXCESS_WEIGHT, PRIOR_WEIGHT = 1.0, 0.004
-ERROR_WEIGHT, ERROR_WEIGHT_DW = 0.3, 1.0  # dW's first choices lose next to nothing: its errors tell more
+ERROR_WEIGHT, ERROR_WEIGHT_DW = 0.3, 1.0  # dW's first choices lose almost nothing, so its errors count more
 HEAT = 0.001
 EXCESS = 0.05
-NEAR = 0.3  # a variant this far (in log) from the cell's best is slow, however slow it is
+NEAR = 0.3  # log ratio to the cell's best from which on slower variants count the same
 
 Ranges = Sequence[tuple[str, float, float, float]]
 

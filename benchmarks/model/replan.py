@@ -133,7 +133,7 @@ def named(bundle: Bundle) -> list[list[Variant]]:
 
 
 def replanned(data: bytes, where: str, *, row_kernels: bool = False) -> tuple[bytes, Bundle]:
-    """The bundle in ``data`` with its plans made anew, and with ``row_kernels`` the row kernels that changed."""
+    """Return the bundle in ``data`` with new plans; with ``row_kernels`` its changed row kernels are compiled again."""
     before = codec.decode(data, where)
     compiled = with_row_kernels(before, where) if row_kernels else before
     after = with_plans(compiled)

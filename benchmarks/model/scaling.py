@@ -74,7 +74,7 @@ def there(cells: Cells, candidates: Path, executor: str, count: int) -> Leg:
 
 
 def command(models: Path, candidates: Path, executor: str) -> Leg:
-    """On the same cluster, by the command line."""
+    """Run the same measurement on the cluster, by the command line."""
 
     def leg(journal: Path) -> Mapping[str, object]:
         words = [

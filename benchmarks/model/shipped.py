@@ -42,7 +42,7 @@ from pretuned.artifacts.records import Layout, Op, Problem, Variant
 from pretuned.kernels.spec import Cache, Config, Schedule, TileRows
 
 OVER = 1.02
-ROWS = (8, 128, 4096)  # ranges of rows in all, up to
+ROWS = (8, 128, 4096)  # upper ends of the ranges of rows of all experts
 KINDS: dict[str, Callable[[Config], bool]] = {
     "fitted": lambda config: config.rows is TileRows.FITTED,
     "pingpong": lambda config: config.schedule is Schedule.PINGPONG and config.rows is TileRows.FIXED,

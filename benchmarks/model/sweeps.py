@@ -110,7 +110,7 @@ def judge(cells: Sequence[Cell], constants: Constants) -> Table:
 
 
 def _order(name: str) -> tuple[int, int, int, str]:
-    """The ops as they are, then each one's T rising, then its models by name."""
+    """Return the sort key of a cell's name: op, number of tokens, model."""
     op, _, rest = name.partition(" ")
     tokens = int(rest[2:]) if rest.startswith("T=") else 0
     return [op.value for op in Op].index(op), bool(rest) + (not tokens), tokens, rest

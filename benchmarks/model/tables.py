@@ -56,7 +56,7 @@ def tables() -> Iterator[tuple[Path, str, list[str]]]:
                 for row in (select[op]["sets"][i] for op in OPS)
             )
             for i, limit in enumerate(limits)
-            if limit <= 8  # more change little
+            if limit <= 8  # larger limits change little
         ],
     )
     yield COST_MODEL, "| | candidates measured |", [_modelled(op, select[op]) for op in OPS]
@@ -104,7 +104,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def put(text: str, head: str, rows: list[str]) -> str:
-    """The document with the rows in the place of those of the table that begins with ``head``."""
+    """Return the document with these rows in the table that begins with ``head``."""
     lines = text.splitlines()
     heads = [i for i, line in enumerate(lines) if line.startswith(head)]
     if len(heads) != 1:

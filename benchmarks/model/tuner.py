@@ -46,7 +46,7 @@ from pretuned.kernels.cost import Resources
 from pretuned.kernels.cost_model import Ranker
 from pretuned.kernels.search import candidates
 
-# Few and many experts, wide and narrow: (op, E, N, K, what moves). The first rows of a GEMM 1, then those of a GEMM 2.
+# (E, N, K): few and many experts, wide and narrow matrices.
 SHAPES = {
     "qwen3-30b gate_up": (128, 1536, 2048),
     "qwen3-30b down": (128, 2048, 768),

@@ -68,7 +68,7 @@ class Measures(Protocol):
 
 
 def drawn(seed: int, excluded: set[Sizes]) -> Iterator[Sizes]:
-    """E, N and K of products that a seed draws, none of them ``known``, each once."""
+    """Yield E, N and K of products that a seed draws, each once, without the ``excluded``."""
     draw, seen = random.Random(seed), set(excluded)
     while True:
         E = round(math.exp(draw.uniform(math.log(7), math.log(200))))

@@ -73,7 +73,7 @@ class Part:
     cells: tuple[Cell, ...]
 
     def estimates_us(self, c: Constants) -> Floats:
-        """``kernels.cost.estimate_us`` of every pair; infinity where not one program fits an SM."""
+        """``kernels.cost.estimate_us`` of every pair; infinity if no program fits an SM."""
         chip, dtype = self.cells[0].chip, self.cells[0].problem.dtype
         rows = [profile(variant, op, dtype, chip, c) for variant, op in self.variants]
         held = dict(zip(Profile._fields[1:], zip(*(row[1:] for row in rows), strict=True), strict=True))

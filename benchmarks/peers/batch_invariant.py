@@ -42,7 +42,7 @@ MODELS: Mapping[str, tuple[str, ...]] = {
 }
 TOKENS = (1, 16, 128, 1024, 8192)
 FREE, MODE, ALWAYS, VLLM = "free", "mode", "always", "vllm"
-MOST_MEAN, MOST = 1.03, 1.10  # of mode / free
+MOST_MEAN, MOST = 1.03, 1.10  # limits of (time in the mode) / (time without it)
 ROUNDS = 15
 Call = Callable[[], torch.Tensor]
 

@@ -27,7 +27,7 @@ OPS = ("forward", "dX", "dW")
 OURS, TORCH, DENSE = "ours", "torch_grouped_mm", "dense_same_flops"
 BEHIND = 0.97
 
-Maker = Callable[[], Call]  # makes what the call needs first, outside the time
+Maker = Callable[[], Call]  # prepares a call outside the measured time
 
 
 def measure_cell(

@@ -47,7 +47,7 @@ def find(folders: list[Path], packages: Path | None) -> None:
     first, last = [str(folder.resolve()) for folder in folders], [] if packages is None else [str(packages.resolve())]
     sys.path[:0] = first
     sys.path += last
-    # Before what is installed, in a child: PYTHONPATH has no place behind it.
+    # In a child the folder comes before installed packages: PYTHONPATH can't put it behind them.
     os.environ["PYTHONPATH"] = os.pathsep.join([*first, *filter(None, [os.environ.get("PYTHONPATH")]), *last])
 
 

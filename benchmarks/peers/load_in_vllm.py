@@ -172,7 +172,7 @@ def load(config: Any, times: _Times | None = None) -> Any:
 
 
 def reload(model: Any, config: Any, folder: Path) -> None:
-    """New weights from a folder's files, as vLLM's ``reload_weights`` does it: its model runner's own lines."""
+    """Load new weights from a folder's files by the lines of vLLM's ``reload_weights``."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload

@@ -35,7 +35,7 @@ from pretuned.aot.measure.inputs import quantised_weights
 from pretuned.artifacts.records import DType
 from pretuned.runtime import ExpertWeights, QuantizedRows, activate, experts_mlp, grouped_gemm
 
-RANKS, MOST = 8, 1024  # rows of an expert
+RANKS, MOST = 8, 1024  # most rows of an expert
 ROWS = (1, 8, 16, 64, 128, 1024)
 CANARY = 7.25
 MAX_DIFFERENCE = 5e-2  # of an x in e4m3 and one in bf16, relative
@@ -107,14 +107,14 @@ def quantised(rows: Rows) -> QuantizedRows:
 
 
 def coded(rows: Rows, w: ExpertWeights) -> Call:
-    """pretuned on codes of x that are there beforehand."""
+    """Return pretuned's calls on x that was quantised beforehand."""
     out = rows.padded.new_full((*rows.padded.shape[:2], w.shape[1]), CANARY)
     how = {"expected_rows": rows.packed.shape[0], "out": out}
     return functools.partial(grouped_gemm, quantised(rows), w, rows.counts, **how)
 
 
 def deepgemm(rows: Rows, w: ExpertWeights) -> Call:
-    """DeepGEMM's masked kernel of codes and scales of x that are there beforehand; w as checkpoints have it."""
+    """Return DeepGEMM's masked kernel on x that was quantised beforehand; w is in the checkpoint layout."""
     import deep_gemm
 
     codes, scales = quantised(rows)

@@ -29,7 +29,7 @@ def stream(source, target, words, stored, BLOCK: tl.constexpr):
 
 
 def reader(read_bytes: int, written_bytes: int, device: str, programs: int) -> Call:
-    """A launch of it on memory of its own, of zeros. (Whole 4 KB, so that no access is split.)"""
+    """Return a launch of the reading kernel on its own memory, zeros in whole 4 KB, so that no access is split."""
     words, stored = (-(-size // 4096) * 1024 for size in (read_bytes, written_bytes))
     source = torch.zeros(max(1, words), dtype=torch.int32, device=device)
     target = torch.empty(max(BLOCK, stored), dtype=torch.int32, device=device)

@@ -27,7 +27,7 @@ FEW_ROWS = 4  # rows x this <= experts: vLLM gives each row a block of its own (
 
 
 def package(folder: Path | None) -> Path:
-    """The folder of the package vllm: ``given``, what lies in it, or what is installed. Raises FileNotFoundError."""
+    """Return the folder of the package vllm: ``folder``, its vllm, or the installed one. Raises FileNotFoundError."""
     if folder is None:
         spec = find_spec("vllm")
         places = list(map(Path, spec.submodule_search_locations or ())) if spec else []
@@ -161,7 +161,7 @@ def assignment(m_sizes: torch.Tensor, M: int, block: int) -> tuple[torch.Tensor 
     blocks = (m_sizes.long() + block - 1) // block
     most = min(M * block, M + E * (block - 1)) if M < E else M + E * (block - 1)
     ends = m_sizes.long().cumsum(0)
-    first = (blocks.cumsum(0) - blocks) * block  # of each expert, among the slots
+    first = (blocks.cumsum(0) - blocks) * block  # each expert's first slot
     slots = torch.full((max(most, int(blocks.sum()) * block),), M, dtype=torch.int32, device=device)
     rows = torch.arange(M, device=device)
     slots[first[owner] + rows - (ends - m_sizes)[owner]] = rows.int()

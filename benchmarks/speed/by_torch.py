@@ -108,7 +108,7 @@ def timed() -> list[dict[str, Any]]:
 
 
 def cold_capture() -> float | str:
-    """The relative error of a graph of this process's first call, which torch runs; or how the capture fails."""
+    """Return the relative error of a graph of this process's first call, which torch runs; or the capture's error."""
     import torch
 
     from benchmarks import method

@@ -43,7 +43,7 @@ GROUPS = (("bf16", "fp16"), ("tf32",), ("fp32",))
 # 28672 terms, whose errors of 2^-24 each walk at random: sqrt(28672) 2^-24.
 BOUNDS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "tf32": 2.0**-10, "fp32": 1e-5}
 FP32_FLOP = 1.5e12
-ROWS = 256  # of a result that are checked; of each expert's dw 16
+ROWS = 256  # checked rows of a result; of dw 16 of each expert
 FP16_SLOWER, TF32_SLOWER = 1.03, 1.10
 
 
@@ -90,7 +90,7 @@ def error_of(result: torch.Tensor, op: str, inputs: method.Inputs) -> float:
         return float("nan")
     g = torch.Generator().manual_seed(4)
     M, N = inputs.x.shape[0], inputs.w.shape[1]
-    some = torch.randperm(M, generator=g)[:ROWS].sort().values  # on the host, as the counts
+    some = torch.randperm(M, generator=g)[:ROWS].sort().values  # on the host, like the counts
     columns = torch.randperm(N, generator=g)[:16].to(result.device)
     wrong = total = torch.zeros((), dtype=torch.float64, device=result.device)
     start = 0
@@ -140,7 +140,7 @@ def timed(
     for dtype in dtypes:
         call = under(dtype, ours(op, inputs[dtype]))
         figures[dtype] = {"error": error_of(call(), op, inputs[dtype])}
-        if TORCH[dtype] is torch.float32:  # is it in the precision that ours is held against?
+        if TORCH[dtype] is torch.float32:  # check that torch used the precision that ours is compared with
             theirs = under(dtype, partial(torchs, op, inputs[dtype]))()
             figures[dtype]["loop_error"] = error_of(theirs, op, inputs[dtype])
             del theirs

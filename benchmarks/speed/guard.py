@@ -38,7 +38,7 @@ LOOKS = 5  # at each cell, a whole sample apart: by one alone a cell that the po
 MEAN = 1.02
 WORST = 1.08
 SM = 90  # whose forms are in the sample
-MEMORY_MIB = 81_000  # that a cell of the sample may need
+MEMORY_MIB = 81_000  # limit of the memory that a cell of the sample needs
 TOKENS = (1, 16, 128, 1024, 8192)
 MODELS = (
     "Qwen/Qwen3-30B-A3B",

@@ -6,7 +6,7 @@ import random
 import statistics
 from typing import Any, NamedTuple
 
-Pair = dict[str, dict[str, list[float]]]  # of old and new: each call's batches in us, the i-th of both adjacent
+Pair = dict[str, dict[str, list[float]]]  # {tree: {call: batches in us}}, run in turns
 DRAWS = 1000
 
 

@@ -140,7 +140,7 @@ class Process:
         """One batch of a call, which it runs now."""
         stdin = self._process.stdin
         assert stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # what it died of is told with the answer that doesn't come
+        with contextlib.suppress(BrokenPipeError):  # the missing answer reports why the process died
             stdin.write(f"{call}\n".encode())
             stdin.flush()
         return Batch(*self.answer())

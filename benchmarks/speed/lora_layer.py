@@ -42,7 +42,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Layer(NamedTuple):
-    """A model of one layer, and what of it has a gradient, by name."""
+    """A module of one layer, and its tensors with a gradient, by name."""
 
     model: Any
     learns: dict[str, torch.Tensor]

@@ -34,7 +34,7 @@ from pretuned.runtime.dispatch.snapshot import snapshot
 from pretuned.runtime.driver.rowops import RowOpLauncher
 from pretuned.runtime.launch import rowops
 from pretuned.runtime.launch.gemm import load_kernel
-from pretuned.runtime.ops import activation, tokens, zero_rows
+from pretuned.runtime.ops import activation, gather_combine, zero_rows
 from pretuned.runtime.ops.activation import Needs, RowActivation
 
 SILU = RowActivation(Activation("silu"), True, False)
@@ -59,14 +59,14 @@ def calls(
     M = T * top_k
     used = M // present
     x = method.activations(T, H, torch.bfloat16)
-    index = torch.rand(T, E, device="cuda").topk(top_k, 1).indices.reshape(-1).sort(stable=True).indices  # by expert
+    index = torch.rand(T, E, device="cuda").topk(top_k, 1).indices.reshape(-1).sort(stable=True).indices  # sorted slots
     h, da, y = (method.activations(M, columns, torch.bfloat16) for columns in (2 * width, width, H))
     weights = torch.rand(M, device="cuda")
     bounds = torch.full((1,), used, device="cuda", dtype=torch.int32)
     how: dict[str, Any] = {"weights": weights, "index": index, "bounds": bounds}
     yield (
         RowOp.GATHER,
-        functools.partial(tokens.gather, x, index, top_k, bounds),
+        functools.partial(gather_combine.gather, x, index, top_k, bounds),
         2 * (used + min(T, used)) * H + 8 * used,
     )
     yield RowOp.ACTIVATION, functools.partial(activation.forward, h, SILU, bounds), 2 * 3 * used * width
@@ -75,7 +75,11 @@ def calls(
 
     places = torch.empty_like(index).index_copy_(0, index, torch.arange(M, device="cuda")).int()
     places[places >= used] = -1
-    yield RowOp.COMBINE, functools.partial(tokens.combine, y, places, top_k, weights), 2 * (used + T) * H + 8 * M
+    yield (
+        RowOp.COMBINE,
+        functools.partial(gather_combine.combine, y, places, top_k, weights),
+        2 * (used + T) * H + 8 * M,
+    )
     m_sizes = torch.full((E,), -(-M // E), device="cuda", dtype=torch.int32)
     yield RowOp.CLEAR, functools.partial(zero_rows.clear, y, index.int(), m_sizes, M), 4 * M + 3 * M
 
@@ -107,7 +111,7 @@ def compiled(op: RowOp, block: Block) -> RowOpLauncher:
 
 
 def limited(op: RowOp, waves: int) -> RowOpLauncher | None:
-    """The bundles' launcher of a pass, with so many waves of programs at most; 0: any number."""
+    """Return the bundles' launcher of a row kernel, with so many waves of programs at most; 0: no limit."""
     kept, contract.WAVES = contract.WAVES, waves or 1 << 20
     snapshot().passes.clear()
     try:

@@ -68,7 +68,7 @@ def layers(clock: method.Clock, call: Callable[[], torch.Tensor]) -> list[Any]:
 
 
 def passes(M: int, columns: int, device: str = "cuda") -> tuple[list[Callable[[], None]], int]:
-    """The one pass, the two in a row, the activation and the other alone; and the bytes that the first moves."""
+    """Return the fused row kernel, the two in a row, each of them alone, and the bytes that the first moves."""
     h = method.activations(M, 2 * columns, torch.bfloat16, device)
     a, used = torch.empty(M, columns, dtype=torch.bfloat16, device=device), torch.full((1,), M, device=device).int()
     codes = torch.empty(M * bytes_of_row(columns), dtype=torch.uint8, device=device)

@@ -127,7 +127,7 @@ def extra_mb(call: Call, results: int) -> float:
 
 
 def measure(models: list[str], formats: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """A cell for each model, format and call; and what is wrong."""
+    """Return a cell for each model, format and call, and the faults."""
     cells, wrong = [], []
     awake(WARM_S)
     for name, E, H, width, _ in MODELS:

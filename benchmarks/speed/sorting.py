@@ -24,7 +24,7 @@ from pretuned.runtime import sort_routing
 from pretuned.runtime.ops import routing
 
 TOKENS = (1, 16, 128, 1024, 8192, 32768)
-MODELS = ((8, 2), (64, 8), (128, 8), (256, 8), (512, 10))  # experts, and how many a token has
+MODELS = ((8, 2), (64, 8), (128, 8), (256, 8), (512, 10))  # (experts, experts of a token)
 
 
 def by_torch(ids: torch.Tensor, E: int) -> Any:

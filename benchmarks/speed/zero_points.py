@@ -37,7 +37,7 @@ from pretuned.runtime.weights.expert_weights import ExpertWeights
 MOST_ERROR = 5e-3
 TOKENS = (1, 16, 128, 1024, 8192)
 GROUPS = (32, 64, 128)
-EDGES = ((192, 640), (320, 384))  # N, K that are no whole tiles, whole blocks for every group
+EDGES = ((192, 640), (320, 384))  # (N, K) without whole tiles, with whole groups of each size
 RAGGED = (0, 1, 15, 16, 17, 40, 130, 300)  # rows of experts
 # (model, product, E, top_k, N, K), and which groups and ops are timed.
 SIZES = (

@@ -152,7 +152,7 @@ class Case:
         wrong = total = 0.0
         dbias = torch.zeros(self.shape.E, self.shape.N, device=weighted.device)
         for e, (a, b) in enumerate(self.bounds):
-            if a == b:  # zeros, exactly
+            if a == b:  # also if both are 0
                 wrong += float(got["dw"][e].float().square().sum())
                 continue
             want = weighted[a:b].T @ self.x[a:b].float()

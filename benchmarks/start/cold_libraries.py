@@ -194,7 +194,7 @@ class DeepGemm(Library):
         gemm = self.deep_gemm
 
         def call() -> torch.Tensor:
-            scale = gemm.get_mn_major_tma_aligned_tensor(x_scale)  # a kernel of its own
+            scale = gemm.get_mn_major_tma_aligned_tensor(x_scale)  # launches a kernel
             gemm.m_grouped_fp8_gemm_nt_contiguous((x, scale), weights, y, experts, disable_ue8m0_cast=True)
             return y[at]
 

@@ -50,7 +50,7 @@ MAX_ERROR = {"bf16": 1e-2, "mxfp4": 1e-2, "fp8_block": 4e-2}  # in fp8 pretuned 
 DEFAULTS = {"DG_JIT_USE_NVRTC": "0"}  # DeepGEMM's own
 COMPILERS = {"triton", "triton_kernels", "humming", "deep_gemm", "pretuned"}
 MOST = 150.0  # seconds of a process
-SLACK = 1.2  # a process may take so many times what the last of its kind took
+SLACK = 1.2  # limit of a process's time, in times of the last process of its kind
 ROOT = Path(__file__).parents[2]
 README, START_PAGE = ROOT / "README.md", ROOT / "docs" / "inside" / "performance.md"
 PAGE = ROOT / "benchmarks" / "peers" / "README.md"
@@ -214,7 +214,7 @@ def missing(args: argparse.Namespace, name: str) -> str | None:
 
 
 def measure(args: argparse.Namespace, head: dict[str, Any]) -> dict[str, Any]:
-    """All libraries in turns, each with empty caches and then warm ones."""
+    """Measure all libraries in turns, each with empty caches and then with warm ones."""
     end = time.monotonic() + args.seconds
     rows: dict[str, dict[str, Any]] = {}
     for name in args.libraries:
@@ -249,7 +249,7 @@ def measure(args: argparse.Namespace, head: dict[str, Any]) -> dict[str, Any]:
 
 
 def median(row: dict[str, Any], side: str, what: str = "seconds") -> float | None:
-    """Of the processes of a library."""
+    """Return the medians of a library's processes."""
     return statistics.median(run[what] for run in row[side]) if row[side] else None
 
 
@@ -320,7 +320,7 @@ def _wrapped(text: str) -> Iterator[str]:
 
 
 def write(report: dict[str, Any], file: str, pages: tuple[Path, Path, Path] = (README, PAGE, START_PAGE)) -> None:
-    """Put the table into the page of other libraries, and line and pictures into the README and the page of figures."""
+    """Write the table into the page of other libraries, line and pictures into README and the page of figures."""
     readme, page, start = pages
     lines = page.read_text().split("\n")
     at = next((i for i, line in enumerate(lines) if line.startswith(HEAD)), None)

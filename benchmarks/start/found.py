@@ -67,7 +67,7 @@ def modelled(bundle: Path, out: Path) -> Path:
         )
         for problem, row in whole.choices.items()
     }
-    choices = {problem: row for problem, row in choices.items() if row}  # some have an H100's alone
+    choices = {problem: row for problem, row in choices.items() if row}  # some problems have choices of an H100 alone
     out.write_bytes(codec.encode(whole._replace(choices=choices, gpus=(), models=())))
     return out
 

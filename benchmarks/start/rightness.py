@@ -1,4 +1,4 @@
-"""The steps of ``proof.py`` that check results: all catalogue models' products, and unusual calls."""
+"""The steps of ``first_use.py`` that check results: all catalogue models' products, and unusual calls."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Way:
                     self.files.append(str(path))
 
     def result(self) -> dict[str, int]:
-        """Distinct files, calls, and steps into a file that was left before."""
+        """Return the number of distinct files, of calls, and of returns to a file that was left before."""
         return {"files": len(set(self.files)), "calls": self.calls, "returns": len(self.files) - len(set(self.files))}
 
 

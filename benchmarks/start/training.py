@@ -78,7 +78,7 @@ def cells(shapes: list[Shape], tokens: tuple[int, ...], device: str) -> dict[str
 
 
 def repeats(shapes: list[Shape], T: int, device: str) -> dict[str, Any]:
-    """Every form three times more; the layer's forms as two captured steps that replay at once."""
+    """Run every form three more times, and the layer's forms as two captured steps that replay at the same time."""
     wrong: list[str] = []
     compared = 0
     for shape in shapes:
@@ -201,7 +201,7 @@ def run_by() -> str:
     """Return what computed the results: this benchmark must not test torch's own kernels."""
     from pretuned.runtime.dispatch import snapshot
 
-    # (Of "gated" products None says that the plain one ran.)
+    # For "gated" products None says that the kernel without silu ran.
     launchers = [launch for key, launch in snapshot.snapshot().launchers.items() if key[0] != "gated"]
     if not launchers:
         return "reference"

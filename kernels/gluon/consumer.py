@@ -95,7 +95,7 @@ def note(noted, half, found):
 
 @gluon.jit
 def noted_at(noted, half, row, TO: gl.constexpr, BY: gl.constexpr):
-    """The result of ``look_up`` for 64 rows of the tile from ``row`` on, in these layouts."""
+    """Return ``look_up``'s result for 64 rows of the tile from ``row`` on, in these layouts."""
     return noted[0].index(half).slice(row, 64).load(TO), noted[1].index(half).slice(row, 64).load(BY)
 
 
@@ -118,7 +118,7 @@ def _halves(tile):
 
 @gluon.jit
 def parts_of(tile):
-    """A tile by 64 columns."""
+    """Split a tile into parts of 64 columns."""
     WIDTH: gl.constexpr = tile.shape[1]
     if WIDTH == 64:
         parts = (tile,)
@@ -150,7 +150,7 @@ def store_box(
     SLOTS: gl.constexpr,
     ACROSS: gl.constexpr,
 ):
-    """Stores 64 x 64 by TMA, which cuts off rows and columns past the end. It reads the buffer on its own.
+    """Store 64 x 64 by TMA, which cuts off rows and columns past the end and reads the buffer asynchronously.
 
     ACROSS: the part's rows are columns of y, from ``row`` on, and its columns y's rows, from ``col`` on.
     """

@@ -33,7 +33,7 @@ def ordering():
 
 @gluon.jit
 def publish_turn(queue, filled, free, slot, turn, row, col, row_end, word, stage, phase, WARPS: gl.constexpr, e=0, f=0):
-    """Tells the warpgroup whose turn it is of a tile, and of the stage that it begins with.
+    """Send a tile, and the stage that it begins with, to the warpgroup whose turn it is.
 
     ``col``, in tiles, has 20 bits, and ``stage`` 4.
     """

@@ -121,7 +121,7 @@ def barriers(STAGES: gl.constexpr, FULL: gl.constexpr, READERS: gl.constexpr, TA
 
 @gluon.jit
 def publish(queue, filled, free, slot, phase, a, b, c, d, WARPS: gl.constexpr, e=0, f=0):
-    """Puts six numbers into a slot of the queue; waits until what was there is taken."""
+    """Put six numbers into a slot of the queue, once its last content is taken."""
     mbarrier.wait(free.index(slot), phase ^ 1)
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
     i = gl.arange(0, 8, layout=layout)
@@ -158,7 +158,7 @@ def take_all(queue, filled, free, slot, phase, WARPS: gl.constexpr):
 
 @gluon.jit
 def begin():
-    """The first (stage, phase) of the ring, and the first (slot, phase) of the queue."""
+    """Return the first (stage, phase) of the ring and the first (slot, phase) of the queue."""
     zero = gl.to_tensor(0)
     return zero, zero, zero, zero
 
@@ -216,7 +216,7 @@ def draw(counter):
 
 @gluon.jit
 def told(drawn):
-    """The number of ``draw``, in all lanes: waits until it is there."""
+    """Wait for the number of ``draw``, and return it in all lanes."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [drawn], dtype=gl.int32, is_pure=False, pack=1
     )

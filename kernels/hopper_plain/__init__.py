@@ -60,7 +60,7 @@ _WEIGHT_TILES = (
 
 
 def _stores(spec: Spec) -> bool:
-    """Return whether the kernel has ``y_map``: it can't store through it to rows that an index names."""
+    """Return whether the kernel has ``y_map``, through which it can't store to rows that an index names."""
     return not indexed(spec.fusion) or Fusion.GATHER in spec.fusion
 
 
@@ -184,7 +184,7 @@ def _common(spec: Spec, arch: Arch, columns: int, depth: int, *, noted: int, spa
 def _registers(spec: Spec) -> int:
     """Return the registers of a multiplying thread; the loading warps have the rest of 168 for each of 12 warps."""
     if _pingpong(spec):
-        return 224  # 192 of them hold sums
+        return 224  # registers; 192 of them hold sums
     return 208 if Fusion.GATHER in spec.fusion else 216  # with GATHER loading threads hold their rows' addresses
 
 

@@ -63,7 +63,7 @@ def _load_step(
     BLOCK_K: gl.constexpr,
     W_KN: gl.constexpr,
 ):
-    """One step of the reduction of a tile: w's part of it, and as many boxes of x as the tile has."""
+    """Load one step of a tile's reduction: w's part, and as many boxes of x as the tile has."""
     BOXES: gl.constexpr = BLOCK_M // BOX
     w_bytes: gl.constexpr = COLUMNS * BLOCK_K * w.dtype.primitive_bitwidth // 8
     box_bytes: gl.constexpr = BOX * BLOCK_K * w.dtype.primitive_bitwidth // 8
@@ -196,7 +196,7 @@ def _products(
     A_MK: gl.constexpr,
     TURNS: gl.constexpr,
 ):
-    """The sums of a tile, all but the last step's under way; then the stage and phase after it.
+    """Return a tile's sums, of which the last step is still being multiplied, and the next stage and phase.
 
     They are of 64 columns, or in TURNS of the upper 64 and the lower.
     """

@@ -69,7 +69,7 @@ def _load_halves(
     BLOCK_K: gl.constexpr,
     W_KN: gl.constexpr,
 ):
-    """A step of w for a tile of both warpgroups: its columns from ``first`` on, and if it is wide from ``second``."""
+    """Load a step of w for a tile of both warpgroups: columns from ``first`` on, if it is wide also from ``second``."""
     if W_KN:
         left = view(b.index(stage * 2), w.dtype, [1, BLOCK_K, HALF], w.layout)
         right = view(b.index(stage * 2 + 1), w.dtype, [1, BLOCK_K, HALF], w.layout)

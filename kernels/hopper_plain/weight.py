@@ -60,16 +60,16 @@ def _by_size(count, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.constexpr):
     field = (share < 2.0).to(gl.int32) * 10 + (share < 1.0).to(gl.int32) * 10
     one = (expert < E).to(gl.int32) << field
     upto = gl.associative_scan(one, 0, add)
-    first = gl.sum(one, 0) * ((1 << 10) + (1 << 20))  # in each field those of the sizes before it
+    first = gl.sum(one, 0) * ((1 << 10) + (1 << 20))  # each field gets the sum of the sizes before it
     place = ((first >> field) & 1023) + ((upto >> field) & 1023) - 1
     return gl.where(expert < E, place, -1)
 
 
 @gluon.jit
 def _ask(at, first, rows, stride, columns):
-    """Asks L2 for this program's share of the lines of ``rows`` rows from ``first`` on, and waits for nothing.
+    """Prefetch this program's share of the lines of ``rows`` rows from ``first`` on into L2, without waiting.
 
-    Of 2^25 elements and more, which no L2 holds, nothing is asked for.
+    From 2^25 elements on, which no L2 holds, nothing is prefetched.
     """
     TOO_MUCH: gl.constexpr = 1 << 25
     LINES: gl.constexpr = 32 * 128  # bytes: a line for each lane
@@ -302,7 +302,7 @@ def _load_told(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The loading warp of PINGPONG code: says when it is ``near`` the end of each tile.
+    """The loading warp of PINGPONG code, which signals when it is ``near`` the end of each tile.
 
     An expert without rows has one step, of zeros: else the last tile's sums would stay (kernels/gluon/pingpong.py).
     """

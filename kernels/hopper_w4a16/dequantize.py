@@ -233,7 +233,7 @@ def _eight(o):
 def _together(codes, scales, FORMAT: gl.constexpr):
     """A block in shared memory, codes and scales, -> bf16 [64, 2, 2, 2, 4, 2], too small by ``smaller_by``.
 
-    In one text, so that LLVM can't take pairs of bf16 apart.
+    It is one PTX text, so that LLVM can't split pairs of bf16.
     """
     words = view(codes, gl.int32, [64, 4, 2], _FLAT_3).load(_WORDS_4)
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _WORDS_4))

@@ -159,7 +159,7 @@ def _zeroed(codes, scales, zeros, FORMAT: gl.constexpr, OPERAND: gl.constexpr):
 
 @gluon.jit
 def _zeroed_turned(codes, scales, zeros, FORMAT: gl.constexpr, OPERAND: gl.constexpr):
-    """A block of w, bf16 [64, 64], as ``_zeroed``: a row of it is a column of w."""
+    """Return a block of w transposed, bf16 [64, 64], like ``_zeroed``: its rows are columns of w."""
     GROUPS: gl.constexpr = groups_of(FORMAT)
     NO_S: gl.constexpr = gl.SliceLayout(5, _TURNED_4)
     WORDS: gl.constexpr = gl.SliceLayout(4, NO_S)  # rows, row, c, word

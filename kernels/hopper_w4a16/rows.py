@@ -75,7 +75,7 @@ def _load_codes(
     x, w, w_scale, low_x, low_w, a, s, b, low, full, empty, used, queue, filled, free, m_sizes, counter = loads
     WIDE: gl.constexpr = BLOCK_N // BLOCK  # blocks of columns of a tile
     DEEP: gl.constexpr = BLOCK_K // BLOCK  # blocks of K of a stage
-    AHEAD: gl.constexpr = 4 if DEEP == 1 else 1  # steps
+    AHEAD: gl.constexpr = 4 if DEEP == 1 else 1  # steps loaded ahead
     BOX: gl.constexpr = min(BLOCK_M, 64)
     BOXES: gl.constexpr = BLOCK_M // BOX
     WORDS: gl.constexpr = words_of(FORMAT)

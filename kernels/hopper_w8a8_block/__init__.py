@@ -94,7 +94,7 @@ def _order(_spec: Spec, _arch: Arch, _reduction: int) -> Order:
 
 
 def _descriptors(spec: Spec) -> tuple[str, ...]:
-    """Results are stored through ``y_map`` unless an index names their rows."""
+    """Return the descriptors. Results are stored through ``y_map`` unless an index names their rows."""
     return ("x", "w", "x_scale") if spec.fusion else ("x", "w", "x_scale", "y_map")
 
 

@@ -25,7 +25,7 @@ class ScaledConstants(NamedTuple):
     start_ns: float
     tile_ns: float  # between two tiles of a program
     half_ns: float  # 64 rows of a step
-    step_ns: float  # a step's barriers
+    step_ns: float  # barriers of a step
     l2_bytes_per_ns: float
     shallow: float  # share of the products' time that each stage below four adds
     memory_share: float  # of the chip's bandwidth
@@ -58,7 +58,7 @@ def _weight_us(problem: Problem, M: int, resources: Resources, chip: Chip, c: Sc
     """dW: all experts have tiles, whose steps are groups of 128 of their rows."""
     config, E, N, K = resources.config, problem.E, problem.N, problem.K
     tiles = E * -(-N // config.block_n) * -(-K // config.block_k)
-    groups = expected_rows(E, M).tiles[config.block_m] / E  # of an expert
+    groups = expected_rows(E, M).tiles[config.block_m] / E  # row tiles of an expert
     work_ns = 2.0 * c.half_ns + c.step_ns
     loaded_bytes = (config.block_n + config.block_k) * config.block_m
     step_ns = join(work_ns, loaded_bytes / c.l2_bytes_per_ns, c.norm)

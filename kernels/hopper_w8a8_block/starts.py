@@ -185,7 +185,7 @@ def _load_both(
 
 @gluon.jit
 def _in_order(codes, OPERAND: gl.constexpr):
-    """64 rows of 64 codes of K, each row's in ``K_ORDER``, as a product's left operand."""
+    """Return 64 rows of 64 codes, each row put into ``K_ORDER``, as a product's left operand."""
     words = view(codes, gl.int8, [64, BLOCK], codes.layout).load(NATURAL).reshape([64, 4, 2, 2, 4])
     low, high = words.permute((0, 1, 3, 4, 2)).split()
     even, odd = gl.inline_asm_elementwise(
@@ -349,7 +349,7 @@ def rows_w8a8_starts(
     b = gl.allocate_shared_memory(gl.float8e4nv, [8 * STAGES, 64, BLOCK], PREPARED)
     s = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     buffers = gl.allocate_shared_memory(y.dtype.element_ty, [2 * SLOTS, 64, 64], lines)
-    full, empty, queue, filled, free = barriers(STAGES, 33, 2, 2)  # the loading warp, and each copy of its lanes
+    full, empty, queue, filled, free = barriers(STAGES, 33, 2, 2)  # the loading warp and each lane's copies
     placed = (m_sizes, starts, room, m_sizes_step, starts_step)
     strides = (stride_scale_m, stride_scale_k, stride_scale_e)
     gl.barrier()

@@ -33,7 +33,7 @@ from ..gluon.pipeline import (
     view,
 )
 
-ROWS: gl.constexpr = gl.constexpr(128)  # of a tile
+ROWS: gl.constexpr = gl.constexpr(128)  # rows of a tile
 COLUMNS: gl.constexpr = gl.constexpr(256)
 GROUP: gl.constexpr = gl.constexpr(128)  # rows of an expert that share a scale
 # Values of ``dw_flags``, as in kernels/hopper_w8a8_block/__init__.py.

@@ -48,7 +48,9 @@ from ..hopper_w4a16.dequantize import biased_across
 BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and elements of K, in a block of prepared codes
 FEW: gl.constexpr = gl.constexpr(128)  # the loading warp finds a tile's expert among 128 1 us sooner than among 512
 LINE: gl.constexpr = gl.constexpr(128)  # elements of K that one copy loads of each row of x
-CODES: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))  # w's
+CODES: gl.constexpr = gl.constexpr(
+    gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
+)  # layout of w's codes
 
 
 @gluon.constexpr_function
@@ -142,7 +144,7 @@ def _load(
     GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr,
 ):
-    """The loading warp, by how many experts there are."""
+    """The loading warp, for few or many experts."""
     if E <= FEW:
         _load_both(loads, M, N, K, E, m_sizes_step, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, FEW)
     else:
@@ -190,7 +192,7 @@ def _whole(sums, part, PACKED: gl.constexpr):
 
 @gluon.jit
 def _none(part, PACKED: gl.constexpr):
-    """Sums of nothing yet."""
+    """Return sums of zero."""
     if PACKED:
         low, _high = part.reshape([part.shape[0], part.shape[1] // 2, 2]).split()
         found = gl.zeros(low.shape, gl.int32, low.type.layout)
@@ -224,7 +226,7 @@ def _multiply_both(
     BOX: gl.constexpr = min(BLOCK_M, 64)
     BOXES: gl.constexpr = BLOCK_M // BOX
     PACKED: gl.constexpr = _packs(BLOCK_M, BLOCK_N)
-    AT_ONCE: gl.constexpr = PART // BLOCK_K  # steps that the tensor cores sum
+    AT_ONCE: gl.constexpr = PART // BLOCK_K  # steps that the tensor cores sum without fp32 adds
     BY_TMA: gl.constexpr = BOX == 64 and not INDEXED
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 32])

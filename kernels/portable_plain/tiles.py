@@ -93,7 +93,7 @@ def count_tiles(m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M: tl.constexpr, EXP
 
 @triton.jit
 def search(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
-    """``locate`` among any number of experts: the counts are read again for every tile."""
+    """Do what ``locate`` does for any number of experts: the counts are read again for every tile."""
     row = 0
     before = 0
     expert = 0

@@ -16,7 +16,7 @@ from ..portable_plain import PLAIN
 from ..spec import MAX_EXPERTS, Config, Schedule, Spec
 
 DTYPES = frozenset(dtype for dtype in DType if dtype.quantised and not dtype.quantises_x)
-_LINE_BYTES = 16  # of a row of codes, loaded at once
+_LINE_BYTES = 16  # bytes of a row of codes that are loaded at once
 _BLOCKS = (64, 128, 256)
 
 

@@ -1,4 +1,4 @@
-"""Codes of a quantised w to float32, in registers and by plain arithmetic: no table, no type that a GPU may lack.
+"""Dequantise codes of w to float32 in registers by plain arithmetic: no table, no type that a GPU may lack.
 
 A tile is ROWS rows of w by COLS of its columns. ``stored`` is how a checkpoint has codes (``ORDER`` 0), ``ordered`` how
 runtime/weights/prepared_layout.py lays them out for the kernels of sm_90 (1 and 2).
@@ -36,7 +36,7 @@ def _e4m3_of(code):
 
 @triton.jit
 def _number(raw, CODES: tl.constexpr):
-    """The value of the lowest code of each word."""
+    """Return the number of the lowest code of each word."""
     if CODES == "e2m1":
         value = _e2m1_of(((raw & 8) << 28) | ((raw & 7) << 22))
     elif CODES == "int4":
@@ -50,7 +50,7 @@ def _number(raw, CODES: tl.constexpr):
 
 @triton.jit
 def stored(raw, CODES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """[ROWS, COLS] of a row's bytes, uint8: two codes of 4 bits each, the low one first, or one of 8."""
+    """Return codes [ROWS, COLS] of rows of bytes: two codes of 4 bits a byte, the low one first, or one of 8."""
     wide = raw.to(tl.uint32)
     if CODES == "e4m3":
         values = _number(wide, CODES)
@@ -67,7 +67,7 @@ def _last_e2m1(half):
 
 @triton.jit
 def _pair(low, high, PLACE: tl.constexpr, CODES: tl.constexpr):
-    """Code PLACE of both halves of each word: [..., 2]; ``low`` has the lower half in the place of the upper one."""
+    """Return code PLACE of both halves of each word: [..., 2]; ``low`` has the lower halves moved up."""
     if CODES == "int4":
         first = _integer_of((low >> (16 + 4 * PLACE)) & 15, 8.0)
         second = _integer_of((high >> (16 + 4 * PLACE)) & 15, 8.0)

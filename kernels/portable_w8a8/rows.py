@@ -98,7 +98,7 @@ def _tile(
             scale = _scale(tl.max(tl.abs(value), 1))
         codes = (value * (1.0 / scale)[:, None]).to(tl.float8e4nv)
         part = tl.dot(codes, raw.to(tl.float8e4nv, bitcast=True).T)
-        # (By row, too, the scale goes with each part: a plain sum would be the tensor cores' own.)
+        # Scales of rows also multiply each part: a plain sum would be left to the tensor cores.
         if SCALE_ROWS == 1:
             acc += part * scale[:, None]
         else:

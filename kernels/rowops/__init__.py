@@ -219,8 +219,8 @@ _BY_ROW = (
     *WEIGHT_OPS,
 )  # a program computes all columns of a row
 MOST_EXPERTS = 65536  # in the records of kernels that run for any E
-ANY_ROWS = (1 << 31) - 1  # ``room`` of ORDER_CODES, if scales have one stride
-MOST_SORTED_EXPERTS = 512  # of SORT_SLOTS and PLACE_ROWS
+ANY_ROWS = (1 << 31) - 1  # the argument ``room`` of ORDER_CODES if all scales have one stride
+MOST_SORTED_EXPERTS = 512  # limit of SORT_SLOTS and PLACE_ROWS
 WITHOUT_DTYPE = RowOp.PLACE_ROWS, RowOp.SORT_SLOTS, RowOp.CLEAR
 SORTED_EXPERTS = 32  # experts whose counts one program of SORT_SLOTS adds up
 
@@ -386,7 +386,7 @@ class WeightTile(NamedTuple):
 
 
 def tile_of(op: RowOp, dtype: DType) -> WeightTile:
-    """The tile of a kernel of weights; of scales a row, and of LARGEST_WEIGHT, a program goes on to the row's end."""
+    """Return the tile of a weight kernel. With a scale a row, and for LARGEST_WEIGHT, a program reads whole rows."""
     # Best of 4 to 8 tiles each (an H200, both weights of a Qwen3-30B layer).
     if op is RowOp.LARGEST_WEIGHT:
         return WeightTile(8, 256, 4)
@@ -444,7 +444,7 @@ def _format_constants(spec: RowOpSpec, sm: int) -> dict[str, int]:
 
 
 def weight_specs(dtypes: Collection[DType]) -> tuple[RowOpSpec, ...]:
-    """The kernels of weights for quantised weights of these dtypes."""
+    """Return the specs of the weight kernels for these quantised dtypes."""
     weights = [RowOpSpec(op, dtype_of(dtype, op)) for op in WEIGHT_OPS for dtype in dtypes if has_weight_kernels(dtype)]
     return tuple(dict.fromkeys(weights))
 

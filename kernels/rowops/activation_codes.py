@@ -17,7 +17,7 @@ _INTERLEAVED: tl.constexpr = tl.constexpr(16)
 _GROUP: tl.constexpr = tl.constexpr(128)  # columns that share a scale
 _WORDS: tl.constexpr = tl.constexpr(32)  # words of 4 codes, for a group
 _MOST: tl.constexpr = tl.constexpr(448.0)  # the largest e4m3 number
-_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite, 0 times that NaN
+_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # least scale: a smaller one's inverse is infinite, 0 times that NaN
 
 
 @triton.jit

@@ -19,7 +19,7 @@ _COLUMNS: tl.constexpr = tl.constexpr(262144)  # ALONG_N
 _GROUP: tl.constexpr = tl.constexpr(128)  # rows, and columns, that share a scale
 _MOST: tl.constexpr = tl.constexpr(448.0)  # the largest e4m3 number
 _LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite
-_INFINITE: tl.constexpr = tl.constexpr(0x7F800000)  # bits of a magnitude from which on none is finite
+_INFINITE: tl.constexpr = tl.constexpr(0x7F800000)  # magnitudes of at least these bits are infinite or NaN
 
 
 @triton.jit

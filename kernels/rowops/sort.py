@@ -18,7 +18,7 @@ _OTHERS: tl.constexpr = tl.constexpr(16)  # slots that each slot of a chunk is c
 
 @triton.jit
 def _experts(ids, i, M, E, ids_step):
-    """Each slot's expert, E for none, E + 1 for what is no slot."""
+    """Return each slot's expert: E for no expert, E + 1 past the last slot."""
     word = ids + i.to(tl.int64) * ids_step
     low = tl.load(word, mask=i < M, other=-1)
     high = tl.load(word + (ids_step - 1), mask=i < M, other=-1)
@@ -32,7 +32,7 @@ def _before(expert, experts, slots, alone, BLOCK: tl.constexpr):
 
     (Each thread has a slot of its own, and looks at all others by itself.)
     """
-    # By (expert, slot) as one number: those from ``least`` on and below its own, in one comparison of unsigned ones.
+    # (expert, slot) is one number: one unsigned comparison counts those from ``least`` up to the slot's own.
     least = tl.where(alone, 0, expert * BLOCK)
     own = (expert * BLOCK + tl.arange(0, BLOCK) - least).to(tl.uint32)
     count = tl.zeros((BLOCK,), tl.int32)

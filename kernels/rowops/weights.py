@@ -347,7 +347,7 @@ def _most(parts, GROUPS: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _tile(w, expert, row, first, sizes, KIND: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The numbers of a tile in four parts, by h and p: [rows, s, c], or of 4-bit codes [rows, s / 2, c, s % 2]."""
+    """Return a tile's numbers in four parts, by h and p: [rows, s, c], or of 4-bit codes [rows, s / 2, c, s % 2]."""
     if ELEMENTS == _E4M3:
         left, right = _halves(w, expert, row, first, sizes, KIND, BLOCK, 16)
         parts = _numbers_of(left, KIND) + _numbers_of(right, KIND)
@@ -531,7 +531,7 @@ def _largest(w, most, M, columns, step_expert, step_row, KIND: tl.constexpr, ROW
         value = _load(w, expert * step_expert, at + first, (row < M) & (first + column < columns), KIND)
         found = tl.maximum(found, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     most_of_all = tl.max(tl.max(found, 1), 0)
-    tl.store(most + tl.program_id(0), tl.minimum(most_of_all, 0x7F800001))  # which bits NaN has is the hardware's
+    tl.store(most + tl.program_id(0), tl.minimum(most_of_all, 0x7F800001))  # limited, as hardware chooses NaN's bits
 
 
 @triton.jit
@@ -565,7 +565,7 @@ def _stored_halves(stored, expert, row, first, rows, columns, ELEMENTS: tl.const
 
 @triton.jit
 def _pairs_of_4(stored, ELEMENTS: tl.constexpr):
-    """A checkpoint's bytes of 4-bit codes, in int32, as pairs."""
+    """Return a checkpoint's bytes of 4-bit codes, in int32, as pairs."""
     if ELEMENTS == _E2M1:
         pairs = (stored & 7) | ((stored & 0x78) << 12) | ((stored & 0x80) << 24)
     else:
@@ -648,7 +648,7 @@ def move_codes(stored, words, most, M, columns, flags, ELEMENTS: tl.constexpr, R
 
 @triton.jit
 def _of_e2m1(code):
-    """The number of a code in int32, whose sign is bit 15: float32."""
+    """Return the float32 number of a code in int32, whose sign is bit 15."""
     size = ((code & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
     return (size.to(tl.int32, bitcast=True) | ((code & 0x8000) << 16)).to(tl.float32, bitcast=True)
 

@@ -40,7 +40,7 @@ FORMATS = (
     "fp8_channel",
 )
 _PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_E, _H, _I, _TOP_K, _RANK = 8, 2560, 512, 2, 16  # H: a reduction that some kernels sum in parts
+_E, _H, _I, _TOP_K, _RANK = 8, 2560, 512, 2, 16  # H is so long that some kernels sum it in parts
 _TOKENS = 4096
 _SIZES = (1, 2, 3, 5, 8, 16, 31, 64, 100, 257, 512, 1000, 2048)
 _MIXES = 6
@@ -82,7 +82,7 @@ def compared(run: Run, tokens: int, sizes: Sequence[int], mixes: int, seed: int 
 
 
 class Experts(NamedTuple):
-    """A layer's tensors, made for the check: x [T, H], ids and weights [T, k], w of both products, dout [T, H]."""
+    """A layer's tensors for the check: x [T, H], ids and weights [T, k], w of both products, dout [T, H]."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -258,7 +258,7 @@ def check(
 def examine(device: int | None = None, *, progress: Callable[[str], None] | None = None) -> BatchInvarianceReport:
     """Check all formats on a GPU, torch's current one by default, in a minute or so.
 
-    ``progress`` is called with a line after each format: which, how many of them are done, and the seconds left.
+    ``progress`` is called with a line after each format: its name, the number of formats done, and the seconds left.
 
     Raises
     ------

@@ -22,9 +22,9 @@ from ..ops.low_rank import Adapters, Lora, adapters_given, as_used, scales_of
 from ..ops.padded_rows import How, PackedActivation, PaddedGemm, Placed
 from ..weights.expert_weights import ExpertWeights, key_of
 from ..weights.quantized_rows import QuantizedRows
-from .coded_rows import refusal
 from .padded import adapter, check_out, check_rows, checked_codes, most_rows, named, recorded, run_recorded
 from .padded_plan import as_rows, placed_of
+from .quantized_rows import refusal
 
 if TYPE_CHECKING:
     from ...kernels.activations import Activation

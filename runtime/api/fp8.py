@@ -169,7 +169,7 @@ def layer(
 
 
 def _in_block(parameters: Weights, how: Layer, *, learns: bool) -> tuple[Fp8Weights, Fp8Weights]:
-    """What an open block keeps of a layer's weights, which are the caller's own tensors."""
+    """Return the fp8 weights that an open block keeps for a layer's two weights, the caller's own tensors."""
     first, second = (fp8_weights.in_block(w, w, how.layout, learns=learns) for w in parameters[:2])
     return first, second
 

@@ -207,7 +207,7 @@ def grouped_gemm(
             },
         )
     if lora is not None and isinstance(lora, Lora) and lora.dropout:
-        from .adapted import dropped
+        from .lora import dropped
 
         whole = {
             "topk": topk,
@@ -294,7 +294,7 @@ def grouped_gemm(
             if y is not None:
                 return y
     keep = None
-    if key is not None:  # the plan of these sizes, or of tf32
+    if key is not None:  # the key depends on the sizes and on tf32
         plan = None
         try:
             varies = (
@@ -419,9 +419,9 @@ def _run(
         from ..weights.quantized_rows import QuantizedRows  # here, as few calls have such x
 
         if isinstance(x, QuantizedRows):
-            from . import coded_rows
+            from . import quantized_rows
 
-            return coded_rows.run(x, w, m_sizes, form, **fused, out=out)
+            return quantized_rows.run(x, w, m_sizes, form, **fused, out=out)
     low = () if not isinstance(lora, Lora) else lora[:2]
     if tensors.is_traced(x, w, m_sizes, gather_indices, topk_weights, bias, *low):
         from .torch_library import traced
@@ -487,7 +487,7 @@ def _adapted(
     keep: _Place | None,
 ) -> torch.Tensor:
     """y of a checked call with an adapter; a plan of one that can have it is put into ``keep``."""
-    from .adapted import check_no_gradient, low_rank_of  # here, as it imports all of a layer
+    from .lora import check_no_gradient, low_rank_of  # here, as it imports all of a layer
 
     adapter, fusions = low_rank_of(lora, x, call.m_sizes, call.N), call.fusions
     index, weights, bias = fusions.index, fusions.weights, fusions.bias

@@ -24,16 +24,18 @@ from ..ops.low_rank import Lora, adapters_given
 from ..ops.routing import Routing, sort
 from ..weights.expert_weights import ExpertWeights
 from ..weights.quantized_rows import QuantizedRows, checked
-from .adapted import adapted_layer
-from .coded_rows import refusal
 from .grouped_gemm import grouped_gemm
 from .layer_plan import LayerPlan, plan_layer
+from .lora import adapted_layer
+from .quantized_rows import refusal
 from .routing import check_ids
 
 _W: TypeAlias = "torch.Tensor | ExpertWeights"
 
 _tracing = torch.compiler.is_dynamo_compiling
-_written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
+_written = (
+    torch.autograd.graph.increment_version
+)  # call it after a launch that autograd doesn't see has written a tensor
 
 
 def run(
@@ -375,7 +377,9 @@ def _composed(
     index, m_sizes, *_ = sort(topk_ids, gate_up_weight.shape[0])
     # zero_tail: torch differentiates the activation of every row, and NaN would stop its anomaly mode.
     zeroes = torch.is_grad_enabled()
-    if weights_on == "output" or gate_up_bias is None:  # a product without a bias is linear: weighting it is the same
+    if (
+        weights_on == "output" or gate_up_bias is None
+    ):  # without a bias the product is linear, so its result may be weighted instead
         first = weights_on == "input"
         h = grouped_gemm(
             x,
@@ -410,7 +414,7 @@ def _composed(
         )
     h = activate(h, function, gated=gated, interleaved=interleaved)
     last = weights_on == "output"
-    # Without weights T is told by y's rows alone, which are those of the index: T*k.
+    # Without weights T follows from y's rows, which are the index's: T*k.
     y = grouped_gemm(
         h,
         down_weight,

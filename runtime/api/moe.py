@@ -148,7 +148,7 @@ def moe_mlp(
                 if snapshot is None and tensors.on_gpu(hidden):
                     snapshot = _later()[0].snapshot()
                 plan = None if snapshot is None else snapshot.plans.get(key)
-        except (AttributeError, TypeError, ValueError, RuntimeError):  # no usable tensor: the checks will say
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # no usable tensor: the checks will report it
             key = None
         if plan is not None:
             result: torch.Tensor | None = plan.call(

@@ -24,9 +24,9 @@ from ..ops.low_rank import Lora, LowRank, as_used, scales_of
 from ..ops.padded_rows import How, PaddedGemm, Placed
 from ..weights.expert_weights import ExpertWeights, key_of
 from ..weights.quantized_rows import QuantizedRows, checked
-from .adapted import check_no_gradient, low_rank_of
-from .coded_rows import refusal
+from .lora import check_no_gradient, low_rank_of
 from .padded_plan import Compute, PaddedPlan, as_rows, placed_of, plan
+from .quantized_rows import refusal
 
 _CALL = "grouped_gemm"
 _tracing = torch.compiler.is_dynamo_compiling
@@ -216,9 +216,9 @@ def checked_codes(
 def run_recorded(
     key: object, inputs: Sequence[torch.Tensor | None], flat: torch.Tensor, compute: Compute
 ) -> torch.Tensor:
-    """y of ``compute``; where that can be recorded, a plan of it is left under ``key``.
+    """Return y of ``compute``. If the call can be recorded, its plan is stored under ``key``.
 
-    ``every`` are the tensors of the call: x, m_sizes and m_starts first, out last. ``flat`` is x as rows.
+    ``inputs`` are the tensors of the call: x, m_sizes and m_starts first, out last. ``flat`` is x as rows.
     """
     x, m_sizes, m_starts, *_, out = inputs
     if x is None or m_sizes is None:

@@ -43,7 +43,7 @@ class PaddedPlan(Programs):
         x, m_sizes, m_starts, *_, out = inputs
         if x is None or m_sizes is None or self.program is None or not takes_rows(x, m_sizes, out):
             return None
-        if (m_starts is None) != (x.dim() == 3) or self._in_place != (out is x):  # the checks will say
+        if (m_starts is None) != (x.dim() == 3) or self._in_place != (out is x):  # the checks will report it
             return None
         grad = torch.is_grad_enabled()
         if (self.grad and grad) or not (self._alone or device_is_current(self._device)):
@@ -101,7 +101,7 @@ def placed_of(x: torch.Tensor, m_sizes: torch.Tensor, m_starts: torch.Tensor | N
 
 
 def plan(inputs: Sequence[torch.Tensor | None]) -> PaddedPlan | None:
-    """An empty plan for a call, or None where the next one like it needs another look."""
+    """Return an empty plan for a call; None if the next call like it must be checked again."""
     x, m_sizes, *_, out = inputs
     if (
         x is None

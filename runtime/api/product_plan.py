@@ -194,9 +194,9 @@ class ProductPlan(Programs):
         index: torch.Tensor | None,
         sizes: _Sizes,
     ) -> Results | None:
-        """Gradients of ``autograd.with_adapter`` by a program, if w is frozen and the call plain or x gathered.
+        """Return gradients of ``autograd.with_adapter`` by a program, if w is frozen and the call plain or x gathered.
 
-        None where that has to compute them.
+        None if ``with_adapter`` must compute them itself.
         """
         form, M = self.form, sizes[0]
         learns = (*needs, u is not None)
@@ -256,7 +256,7 @@ class ProductPlan(Programs):
         return self._first(needs, M, (dy, x, w, m_sizes), 3, compute, loose)
 
 
-_INTO, _NEW = (7, 3, 1, 2), (8, 3, 1, 2)  # y, m_sizes, x and w by place: y is out, or new
+_INTO, _NEW = (7, 3, 1, 2), (8, 3, 1, 2)  # indices of y, m_sizes, x and w in the arguments; y is out, or new memory
 
 
 class PlainPlan(ProductPlan):
@@ -277,7 +277,7 @@ class PlainPlan(ProductPlan):
         return results
 
     def _new(self, single: SingleLaunch, w: torch.Tensor, m_sizes: torch.Tensor) -> Callable[..., torch.Tensor | None]:
-        """A fast ``call`` for plans of one launch into a new y. (The key has w's address, the guard x's stride.)"""
+        """Return a fast ``call`` of one launch into a new y. The key has w's address, the guard x's stride."""
         same, low, device, holds = self._same, self._low, self._device, self._condition()
         launch, allocate, w_at = single.run, empty, w.data_ptr()
         new: Any = single.new

@@ -14,15 +14,15 @@ import torch
 from ...artifacts.errors import InputError
 from ..check import tensors
 from ..check.call import Call, Form, autocast, check, check_expected, form_of
-from ..check.saved import as_kept, kinds_of
+from ..check.saved_tensors import as_kept, kinds_of
 from ..driver.device import without_autocast
 from ..ops import low_rank
 from ..ops.autograd import backward, wanted, with_adapter
 from ..ops.low_rank import Lora, LowRank
 from ..weights.expert_weights import ExpertWeights
 from ..weights.quantized_rows import QuantizedRows
-from .adapted import check_columns, low_rank_of
-from .coded_rows import refusal
+from .lora import check_columns, low_rank_of
+from .quantized_rows import refusal
 
 _MANY = 10  # w, and those of _ARGUMENTS
 _PARTS = 6  # of quantised weights: ``ExpertWeights``' fields
@@ -77,7 +77,7 @@ def traced(
     lora: Lora | None = None,
     expected_rows: int | None = None,
 ) -> torch.Tensor:
-    """The call as an operator. The checks run in its fake kernel, on shapes alone."""
+    """Run the call as an operator, whose fake kernel checks shapes alone."""
     if isinstance(x, QuantizedRows):
         raise refusal("grouped_gemm", "x", "a call that torch traces")
     if untraceable:
@@ -85,7 +85,7 @@ def traced(
             "grouped_gemm: out=, autotune=True and kernel_config_* can't be traced by torch.compile or "
             "torch.export: leave them out, or call outside"
         )
-    if tensors.duals._current_level >= 0:  # (whether a tensor has a tangent can't be traced)
+    if tensors.duals._current_level >= 0:  # a tensor's tangent can't be traced
         raise InputError(
             "grouped_gemm: inside a forward-mode level (torch.func.jvp, jacfwd, forward_ad) it can't be "
             "traced: there is no forward-mode derivative here, use a backward"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     _W = TypeVar("_W", torch.Tensor, ExpertWeights, "torch.Tensor | ExpertWeights")
 
-MAX_RANK = 256  # columns of a low-rank part
+MAX_RANK = 256  # limit of a LoRA adapter's rank
 _MOST_INDEX = 2**31 - 1
 
 
@@ -95,13 +95,13 @@ def form_of(
     Raises
     ------
     InputError
-        for those that make no sense together.
+        if they exclude each other.
     """
     moves = w_layout, topk, permute_x, permute_y, zero_tail, is_first_gemm, dX_only, dW_only, autotune
     pins = kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW
     try:
         return _form(*moves, *pins)
-    except TypeError:  # something that has no hash: the checks will say what
+    except TypeError:  # an unhashable value: the checks will report it
         return _form.__wrapped__(*moves, *pins)
 
 
@@ -271,7 +271,7 @@ def token_rows(form: Form, given_rows: int, fusions: Fusions, out_rows: int | No
             )
     if weights is not None and weights.shape[0] != T:
         bad("topk_weights", f"of shape {list(weights.shape)}", f"[T, topk] with T={T}, x's rows")
-    if isinstance(T, int) and T * form.topk > _MOST_INDEX:  # traced, T may be no number yet, and gets no bound
+    if isinstance(T, int) and T * form.topk > _MOST_INDEX:  # a traced T may be no number yet: then it is not limited
         bad("gather_indices", f"indices up to {T * form.topk}", f"at most {_MOST_INDEX}: split the call")
     return M, (T * form.topk if form.permute_y else M)
 
@@ -314,12 +314,12 @@ class Call(NamedTuple):
 
     @property
     def N(self) -> int:
-        """Columns of y."""
+        """The number of columns of y."""
         return self.w.shape[1 if self.form.layout is Layout.NK else 2]
 
     @property
     def K(self) -> int:
-        """Columns of x."""
+        """The number of columns of x."""
         return self.w.shape[2 if self.form.layout is Layout.NK else 1]
 
     def flat_weights(self, like: torch.Tensor) -> torch.Tensor | None:
@@ -541,13 +541,13 @@ class Rows:
 
     @property
     def dense(self) -> torch.Tensor:
-        """w of a product whose w is a tensor."""
+        """w, which must be a tensor."""
         if not isinstance(self.w, torch.Tensor):
             raise AssertionError(f"{self.w} is no tensor")
         return self.w
 
     def index_end(self, y_rows: int) -> int:
-        """The first index that something here has no row for."""
+        """Return the first index that is past the end of a tensor here."""
         ends = [self.x.shape[0] * self.gather_divisor] if self.gather_divisor else []
         ends += [y_rows] if self.scatter else []
         ends += [self.row_weights.numel()] if self.row_weights is not None else []
@@ -562,16 +562,18 @@ class Rows:
         return not there or (self.uses_index and not self.index_end(y.shape[0]))
 
     def as_forward(self) -> Layout:
-        """The layout that makes this the forward's equation: dX reads w the other way round."""
+        """Return the layout of w in the forward's equation: dX reads w transposed."""
         other = Layout.KN if self.layout is Layout.NK else Layout.NK
         return self.layout if self.op is Op.FORWARD else other
 
     def may_gather_first(self, aligned: bool) -> bool:
-        """True if a plain product of rows gathered beforehand gives an equal result; a bundle's plan chooses.
+        """True if gathering x first and then a plain product give an equal result; a bundle's plan chooses.
 
-        Where nothing else reads the index, that writes the rows of an index out of range, too.
+        If nothing else reads the index, that way also writes rows whose index is out of range.
         """
-        pinned = self.pin is not None and isinstance(self.w, torch.Tensor)  # quantised w: no kernel in order gathers
+        pinned = self.pin is not None and isinstance(
+            self.w, torch.Tensor
+        )  # quantised w: no kernel for prepared weights gathers
         if not self.gather_divisor or pinned or not aligned or not self.x.shape[0]:
             return False
         return not self.spares_rows and row_stride(self.x, self.x.shape[1]) == self.x.shape[1]

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: DType.FP32}
 _LAYOUTS = {"nk": Layout.NK, "kn": Layout.KN}
 _MOST = 2**31 - 1
-# What something that is no usable tensor raises where nothing is checked: the checks will say which.
+# Errors of an unusable tensor in unchecked code: the checks then report it.
 UNUSABLE = (AttributeError, TypeError, ValueError, IndexError, RuntimeError)
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # what is no wrapper of another tensor
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # types that wrap no other tensor
 
 _transformed = torch._C._are_functorch_transforms_active
-jit_state = torch._C._get_tracing_state  # of torch.jit.trace, None where it is not under way
+jit_state = torch._C._get_tracing_state  # the state of torch.jit.trace, None outside it
 
 
 class RowGemm(NamedTuple):
@@ -42,14 +42,14 @@ class RowGemm(NamedTuple):
 def check(
     x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, w_layout: str, *, copies: bool = True
 ) -> RowGemm:
-    """The call in numbers. With ``copies`` x is made contiguous where its rows are not; w never is.
+    """Check the tensors and return the call's numbers. With ``copies`` x with strided rows is copied; w never is.
 
     Quantised weights are checked, and returned, as their ``outline``.
 
     Raises
     ------
     InputError
-        naming the argument, what it is, what is wanted and what to do.
+        The message names the argument, its value, the allowed values and what to do.
     """
     w = outline(w, x, w_layout)
     tensors(x=x, w=w, m_sizes=m_sizes)
@@ -65,7 +65,7 @@ def check(
     N = w.shape[1] if layout is Layout.NK else w.shape[2]
     _check_agreement(x, w, m_sizes, E, K, layout)
     for letter, value in (("M", M), ("N", N), ("K", K), ("E", E)):
-        if isinstance(value, int) and value > _MOST:  # (a traced size is looked at when it is there)
+        if isinstance(value, int) and value > _MOST:  # a traced size is checked once it is known
             bad("x" if letter in "MK" else "w", f"{letter}={value}", f"at most {_MOST}: split the call")
     if E > 1 and m_sizes.stride(0) != 1:
         bad("m_sizes", f"of stride {m_sizes.stride(0)}", "contiguous: pass m_sizes.contiguous()")
@@ -117,7 +117,7 @@ def in_memory(name: str, tensor: torch.Tensor, call: str = "grouped_gemm") -> to
     return copy
 
 
-# Where no level is told, as in a torch that names it otherwise, each call looks at its tensors.
+# A torch that names the level otherwise reports none: then each call inspects its tensors.
 duals = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=0)
 
 
@@ -135,7 +135,9 @@ def is_traced(x: torch.Tensor, *others: torch.Tensor | ExpertWeights | None) -> 
     """True if a tensor is traced (fake, meta, symbolic) or wraps others: only a torch operator can take it."""
     if torch.compiler.is_compiling() or jit_state() is not None:
         return True
-    if not others[1:] and type(x) is torch.Tensor and type(others[0]) in PLAIN:  # a plain call's: in half the time
+    if (
+        not others[1:] and type(x) is torch.Tensor and type(others[0]) in PLAIN
+    ):  # fast path of a plain call: half the time
         return x.is_meta
     return any(
         isinstance(tensor, torch.Tensor) and (type(tensor) not in PLAIN or tensor.is_meta) for tensor in (x, *others)
@@ -223,7 +225,7 @@ def check_cuda_dtype(x: torch.Tensor, name: str = "x", call: str = "grouped_gemm
 
 
 def three_dimensional(w: torch.Tensor, E: int, layout: Layout) -> torch.Tensor:
-    """w as E matrices, a view; InputError where it is no such thing."""
+    """Return w as E matrices, a view; InputError if that is impossible."""
     shape = "[E, N, K]" if layout is Layout.NK else "[E, K, N]"
     flat = "[E*N, K]" if layout is Layout.NK else "[E*K, N]"
     if w.dim() == 3:

@@ -59,7 +59,7 @@ from ...artifacts.tuples import NamedTuple
 from ...kernels import arch, registry
 from ...kernels.entry import ALIGNMENT_BYTES, READS_ABI, has_aligned_rows, torch_multiplies
 from ...kernels.spec import Config, Schedule, Spec, code_of, config_of, gemm_of
-from .. import hooks, self_tests
+from .. import hooks, self_test_results
 from ..settings import lock
 from .places import Kind
 from .snapshot import Rejected, Snapshot, Usable, View
@@ -102,7 +102,7 @@ class Match(enum.IntEnum):
 class Candidate(NamedTuple):
     """A variant that can run the call. ``time_us`` was measured or modelled, as ``source`` says, at ``bucket``.
 
-    ``gpu`` is the one that it was measured on. ``near`` is what was measured around the cell, where that counted.
+    ``gpu`` is the GPU of the measurement. ``near`` is the estimate from measured cells around, if it decided the rank.
     ``torch_us`` is torch's time, if torch's grouped_mm was measured faster on this very GPU: torch then runs a plain
     product into new memory. ``plan`` says what runs in its place for which calls, if its choice is for this very cell.
     """
@@ -285,7 +285,7 @@ def with_wide_rows(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu
     bucket = bucket_of(M)
     ran = settle(snapshot, wide, bucket, local, aligned=True, strict=False)
     if isinstance(ran, Decision) and _clips_w(ran.chosen):
-        return ran.chosen._replace(torch_us=None)  # which has no such rows
+        return ran.chosen._replace(torch_us=None)  # torch does not support these rows
     while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             candidates = modelled(snapshot, wide, bucket, local, snapshot.view(local, installed=True), aligned=True)
@@ -298,7 +298,7 @@ def _clips_w(candidate: Candidate) -> bool:
 
 def _compiled(snapshot: Snapshot, missed: Miss, local: LocalGpu, strict: bool) -> Decision | Miss:
     """The decision over what the compiler makes now, or the miss and why there is nothing."""
-    from .compiled import compiled  # here, as it is asked after ``allow_jit`` alone
+    from .compiled import compiled  # here, as only calls after ``allow_jit`` need it
 
     bundle = compiled(missed.problem, local)
     if isinstance(bundle, str):
@@ -363,7 +363,7 @@ def _has_choice(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalG
 
 
 def forms_of(problem: Problem) -> tuple[Problem, ...]:
-    """The problem, then its product in the other forms that there is code for."""
+    """Return the problem, then the same product in the other forms that kernels support."""
     if problem.op is Op.DW:
         return (problem,)
     others: tuple[Fusion, ...] = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
@@ -372,7 +372,7 @@ def forms_of(problem: Problem) -> tuple[Problem, ...]:
 
 
 def reason(candidate: Candidate, problem: Problem, bucket: int, local: LocalGpu) -> str:
-    """The reason for a candidate's rank for ``problem``, in words."""
+    """Return the reason for a candidate's rank for ``problem``, in words."""
     why = _standing(candidate, bucket, local)
     code_of_another = candidate.variant.layout is not problem.layout
     own = candidate.match is not Match.COST_MODEL and candidate.usable.bundle.find(problem)
@@ -752,7 +752,7 @@ def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: boo
         return f"it needs {variant.alignment}-byte alignment"
     if variant.max_experts < problem.E:
         return f"it takes {variant.max_experts} experts at most"
-    if self_tests.is_wrong(variant, local):
+    if self_test_results.is_wrong(variant, local):
         return "its test on this GPU failed, or could not be made in this process"
     target = arch.ARCHS.get(local.sm)
     if target is not None and variant.shared_bytes > (most := target.limits.shared_per_block_bytes):

@@ -115,7 +115,7 @@ class Neighbourhood:
         Rejected
             where a bundle's records are damaged, which then is in no view any more.
         """
-        self.view = view  # whose identity is this one's key
+        self.view = view  # this object's key is the view's identity
         self._snapshot, self._local = snapshot, local
         self.sources: frozenset[bytes] = frozenset()  # digests of the bundles that were measured
         self._numbers: dict[tuple[int, int], int] = {}  # of a bundle's variant, that of its key: keys are slow to hash
@@ -219,9 +219,9 @@ class Neighbourhood:
         return by_gpu
 
     def numbered(self, variant: Variant) -> tuple[int, Config]:
-        """A number for all variants of one config, in whatever bundle, and the config; ValueError as from_pairs has it.
+        """Return (number, config): one number for all variants of a config, in any bundle. ValueError: see from_pairs.
 
-        Configs are slow to hash. Code that needs aligned rows has another number than code that doesn't.
+        Configs are slow to hash. Variants that need aligned rows have another number than those that don't.
         """
         config = config_of(variant.config) or Config.from_pairs(variant.config)
         return self._keys.setdefault((variant.config, variant.alignment > 1), len(self._keys)), config

@@ -275,7 +275,9 @@ def _entry_points() -> Iterator[EntryPoint]:
     (``entry_points(group=...)`` makes an object of every package, and parses the entry points of each.)
     """
     word = ENTRY_POINTS.encode()
-    for folder in dict.fromkeys(entry for entry in sys.path if isinstance(entry, str)):  # of others nothing is imported
+    for folder in dict.fromkeys(
+        entry for entry in sys.path if isinstance(entry, str)
+    ):  # nothing is imported from other entries
         try:
             names = os.listdir(folder or os.curdir)  # noqa: PTH208 - hundreds of names, each asked one thing
         except (OSError, ValueError):  # an archive, or not there, or no path

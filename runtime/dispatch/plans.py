@@ -69,7 +69,7 @@ def fused_silu(
     are as in ``rows_first``.
     """
     plain = plain_of(problem)
-    if snapshot.invariance is not None:  # it does not round h, as calls with a gradient do
+    if snapshot.invariance is not None:  # the fused kernel does not round h, but calls with a gradient do
         return None
     while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):

@@ -10,7 +10,7 @@ from ...kernels import arch
 from ...kernels.entry import READS_ABI
 from ...kernels.registry import entry_named, unlaunchable
 from ...kernels.rowops import RowOpSpec
-from .. import self_tests
+from .. import self_test_results
 from .snapshot import Rejected, Snapshot, Usable
 
 
@@ -21,7 +21,7 @@ def ranked(snapshot: Snapshot, op: RowOp, dtype: DType, local: LocalGpu, *, alig
     packages are asked only if no other place has this version's own revision, so a bundle that an earlier version built
     hides nothing; and of them those measured on this GPU first.
     """
-    while True:  # again if ``Rejected`` has dropped a bundle
+    while True:  # rank again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             kernels: list[tuple[Usable, int, Variant]] = []
             for asked in (
@@ -57,4 +57,4 @@ def _runs(variant: Variant, local: LocalGpu, aligned: bool) -> bool:
     target = arch.ARCHS.get(local.sm)
     fits = target is None or variant.shared_bytes <= target.limits.shared_per_block_bytes
     could = first <= variant.abi <= last and (aligned or variant.alignment == 1) and fits and not unlaunchable(variant)
-    return could and not self_tests.is_wrong(variant, local)
+    return could and not self_test_results.is_wrong(variant, local)

@@ -14,7 +14,7 @@ from ...artifacts.errors import BundleError, TargetMismatch
 from ...artifacts.limits import printable
 from ...artifacts.records import Fusion, Problem
 from ...artifacts.tuples import NamedTuple
-from .. import hooks, self_tests
+from .. import hooks, self_test_results
 from ..settings import TRUSTED_KEYS, Invariance, Settings, lock, settings
 from .places import Kind, Place, PlacedBundle, candidates, installed_places, places, scan, unusable
 
@@ -129,7 +129,7 @@ class Snapshot:
         self.put_off = 0
 
     def files(self, *, installed: bool) -> tuple[PlacedBundle, ...]:
-        """Every bundle, in the order of the places, those that this process made last; installed ones if asked."""
+        """Return every bundle in search order, this process's own last; those of packages only if ``installed``."""
         return tuple(map(_read, self._files(installed=installed)))
 
     def _files(self, *, installed: bool) -> tuple[PlacedBundle, ...]:
@@ -148,7 +148,7 @@ class Snapshot:
         """
         packages = self._packages
         if packages is None:
-            packages = self._packages = tuple(self._installed())  # two threads find the same
+            packages = self._packages = tuple(self._installed())  # two threads compute the same value
         return packages
 
     def add(self, bundle: BundleFile) -> None:
@@ -156,7 +156,7 @@ class Snapshot:
         place = Place(Kind.PROCESS, Path(bundle.path))
         with lock("bundles"):
             if all(file.bundle is not bundle for file in self._added):
-                self._views.clear()  # before: no fork may come upon a bundle that the views lack
+                self._views.clear()  # first, so that no forked child sees a bundle that the views lack
                 self._added += (PlacedBundle(place, place.path, bundle, None),)
 
     def view(self, local: LocalGpu, *, installed: bool) -> View:
@@ -276,13 +276,13 @@ class Snapshot:
         return bool(self.having(problem, local))
 
     def reconsider(self) -> None:
-        """Decide again: a variant was wrong on a GPU (runtime/self_tests.py). Calls under way keep their kernels."""
+        """Decide again: a variant failed its test on a GPU (runtime/self_test_results.py)."""
         with lock("bundles"):
             self.rankers.clear()
             self.decisions.clear()
 
     def reject(self, bundle: BundleFile, error: BundleError) -> None:
-        """Drop a bundle whose damage showed only when it was read: every view and decision is made anew."""
+        """Drop a bundle that turned out damaged while it was read: all views and decisions are computed again."""
         with lock("bundles"):
             self._rejected[bundle] = error
             self._views.clear()
@@ -295,7 +295,7 @@ class Snapshot:
         for usable in (*self.view(local, installed=True).usable, *self.reserve(local).usable):
             if usable.place.kind is not Kind.PROCESS or usable.bundle.gpus:  # compiled: depends on earlier calls
                 digest.update(usable.bundle.digest)
-        digest.update(b"".join(self_tests.left_out(local)))
+        digest.update(b"".join(self_test_results.left_out(local)))
         if hooks.jit_allowed():
             digest.update(b"jit")
         if self.invariance is not None:

@@ -50,7 +50,7 @@ _SHARED_WITHOUT_ASKING_BYTES = 48 * 1024
 
 
 class DriverLacks(CudaError):
-    """The driver is older than CUDA 12: it has not all functions."""
+    """The driver is older than CUDA 12 and lacks functions."""
 
 
 class Unfinished(CudaError):
@@ -111,7 +111,7 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
         c_int,
         c_int,
         c_int,
-    ),  # of uint32
+    ),  # of uint32 values
     "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
     "cuMemAlloc_v2": (POINTER(c_void_p), c_size_t),
     "cuMemsetD8Async": (c_void_p, c_ubyte, c_size_t, c_void_p),
@@ -288,7 +288,7 @@ def load(cubin: bytes, entry: str, *, threads: int, shared_bytes: int, device: i
 
 
 def _check_code(code: int, call: str) -> None:
-    """``check`` of a call that may be the first to read code (under lazy loading it is a later one)."""
+    """Run ``check`` for a call that may be the first to read code (with lazy loading a later call is)."""
     try:
         check(code, call)
     except CudaError as error:

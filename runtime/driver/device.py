@@ -30,8 +30,8 @@ class Device:
 
     ``kernels`` are the loaded kernels by the record of the variant. ``places`` are these kernels by bundle digest and
     the variant's number in the bundle (``launch/loader.py``). A place is in ``trusted`` if its code was tested on this
-    capability, beforehand or here (``launch/proof.py``). Modules that need the driver are imported at their first use:
-    a process without a GPU has no driver.
+    capability, beforehand or here (``launch/self_test.py``). Modules that need the driver are imported at their first
+    use: a process without a GPU has no driver.
     """
 
     def __init__(self, index: int) -> None:
@@ -86,7 +86,7 @@ class Device:
         )
 
 
-devices: dict[int, Device] = {}  # those that were asked for; ``device`` makes them
+devices: dict[int, Device] = {}  # the devices in use, by number; ``device`` adds them
 
 
 def device(index: int) -> Device:

@@ -30,7 +30,7 @@ _Block: TypeAlias = "tuple[bytearray, int, object, object, c_char]"
 Grid: TypeAlias = Callable[[int, int], int]  # (rows, index_end) -> programs
 Run: TypeAlias = "Callable[..., None]"  # (M, stream, *addresses): see Launcher.bind
 Behind: TypeAlias = "tuple[tuple[str, int, int], ...]"
-# A launch's bytes up to its stream, and those behind its first address, its second one and each of the others
+# A launch's bytes: up to its stream, after the first address, after the second, and after each of the others
 _Sized: TypeAlias = "tuple[bytes, bytes, bytes, tuple[bytes, ...]]"
 MAP_BYTES = 128
 MAP_ALIGNMENT_BYTES = 64
@@ -39,7 +39,7 @@ _CACHED = 256
 # is no dense tensor may touch memory behind it. They ask to clear this bit, 85 of the descriptor: 5 of its byte 10.
 _FAR = 128 << 10
 _PROBES_FAR = 1 << 5
-_OTHER_ADDRESS = 0x7FFFFFF0  # XOR gives another aligned address
+_OTHER_ADDRESS = 0x7FFFFFF0  # XOR with it gives another aligned address
 _ELEMENT_BYTES = {0: 1, 2: 4, 6: 2, 7: 4, 9: 2, 11: 4}  # of a CUtensorMapDataType (cuda.h)
 
 Words: TypeAlias = "tuple[tuple[str, str], ...]"  # (name, kind): ptr, i32, i64, desc2, desc3, desc4
@@ -230,7 +230,7 @@ class BlockLayout:
         return memory, offset, base + self._config, base + self._base, pin
 
     def _place(self, words: Iterable[tuple[str, str]], at: int) -> tuple[list[str], int]:
-        """The formats of these words from ``at`` on, and where they end; each one's place is kept."""
+        """Return the struct formats of these words from ``at`` on, and their end; note each word's offset."""
         codes = []
         for name, kind in words:
             is_map = kind.startswith("desc")

@@ -20,14 +20,14 @@ from ...artifacts.signature import Keys, key_id
 from ...kernels import arch
 from ...kernels.entry import READS_ABI
 from ...kernels.registry import unlaunchable
-from .. import self_tests, settings
+from .. import self_test_results, settings
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.places import REINSTALL, Kind, Place, PlacedBundle, unusable
 from ..dispatch.snapshot import Snapshot, View
 from ..driver.cuda import DriverLacks, device_count, driver_version
 from ..driver.device import local_gpu, platform_name, platform_supported
 from ..launch.loader import tested_on
-from ..launch.proof import complaint
+from ..launch.self_test import complaint
 
 INTEGRATIONS = "pretuned.integrations"  # a name, as the runtime imports none
 _PLUG_IN = "pretuned"
@@ -162,7 +162,7 @@ def survey(snapshot: Snapshot, local: LocalGpu) -> Survey:
                 if tested_on(bundle, index, variant, local) is not None:
                     tested.add(variant)
                     continue
-                result = self_tests.recorded(variant, local)
+                result = self_test_results.recorded(variant, local)
                 if result is None:
                     left.setdefault(variant, Untested(bundle, index, variant))
                 elif result.right:
@@ -363,7 +363,7 @@ def _reserve(snapshot: Snapshot, gpu: int, local: LocalGpu) -> Iterator[str]:
 
 
 def _untested(snapshot: Snapshot, gpu: int, local: LocalGpu) -> Iterator[str]:
-    """Lines on the kernels for a GPU that are wrong, or were never run on its capability."""
+    """Yield lines on the kernels for a GPU that failed a self-test, or were never run on its capability."""
     results = survey(snapshot, local)
     yield from (f"GPU {gpu}: {line}" for line in results.wrong)
     if results.left:
@@ -396,7 +396,7 @@ def _refused_directories(places: tuple[Place, ...], files: tuple[PlacedBundle, .
 
 
 def gpus_and_driver() -> tuple[tuple[LocalGpu, ...], str]:
-    """The GPUs that torch sees, and the CUDA version of the driver; HostError without one."""
+    """Return torch's GPUs and the driver's CUDA version; HostError without a driver."""
     import torch
 
     driver = f"CUDA {cuda_version(driver_version())}"

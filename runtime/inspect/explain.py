@@ -31,7 +31,7 @@ from ...kernels.chips import chip_named
 from ...kernels.entry import ALIGNMENT_BYTES
 from ...kernels.rowops import CODE_OPS
 from ...kernels.spec import code_of, reads_in_place, takes_codes_of_x
-from .. import self_tests, settings
+from .. import self_test_results, settings
 from ..check.call import MAX_RANK
 from ..dispatch import compiled, plans
 from ..dispatch import snapshot as bundles
@@ -190,7 +190,7 @@ def rows_first(
 
 
 def fused_silu(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, top_k: int, aligned: bool) -> Ruled:
-    """The decision of ``plans.fused_silu``, and its reason. ``problem`` has ``Fusion.SILU``."""
+    """Return the decision of ``plans.fused_silu``, and its reason. ``problem`` has ``Fusion.SILU``."""
     plain = plans.plain_of(problem)
     if snapshot.invariance is not None:
         return Ruled(None, "in the batch-invariant mode h is rounded, as it is in a call with a gradient")
@@ -447,7 +447,7 @@ def explain_on(
     ``wide_rows``: the rows of y may be filled up to be aligned. ``coded``: x arrives as codes, with
     ``padded`` in [E, M_max, K]. ``always``: x is quantised at any number of rows.
     """
-    self_tests.recall(local)
+    self_test_results.recall(local)
     strict, likely = settings.settings().strict, M if expected_rows is None else expected_rows
     answer = (
         _of_codes(problem, likely, local, aligned, top_k or 0, padded=padded, coded=coded)
@@ -574,7 +574,7 @@ def examine(
             why = reason(candidates[0], problem, bucket, local) if candidates else miss_reason(problem, local, view)
             why += _passed_over(candidates, local)
             build = None if candidates or not local.sm else build_line(problem, bucket, local.sm, view)
-            if not candidates and local.sm and build is None:  # then what to do is no command
+            if not candidates and local.sm and build is None:  # then no command would help
                 why = f"{why}. {remedy(problem, bucket, local.sm, view)}"
             compiles = not candidates and compiled.would_compile(problem, local)
             ruled_rows = _gathered_first(snapshot, problem, M, local, aligned, top_k)

@@ -32,7 +32,7 @@ class Explanation:
     leave x as it is. ``raises`` is the error that the call ends with instead, if any: of strict mode, or of a file that
     PRETUNED_BUNDLES names. ``assumed`` says, of rows that are gathered, which top_k was taken where none was given.
     ``self_test`` says where the kernel was tested on this capability, or that it is tested before its first use
-    (``launch/proof.py``). Where no bundle can run it ``build`` is the command that makes one that can, and the last
+    (``launch/self_test.py``). Where no bundle can run it ``build`` is the command that makes one that can, and the last
     line of ``str()``. ``low_rank`` says, of a product with an adapter, whether its part is in the product's kernel or
     beside it, and why. If torch's grouped_mm was measured faster on this GPU, torch runs the call (``torch_us``), and
     the first candidate a call with ``out``. With ``expected_rows`` the kernel is chosen for so many rows, and

@@ -187,7 +187,7 @@ def preload(
                 kernels.update(() if other is None else (other.function.handle,))
             by_torch += aligned and not problem.fusion and is_by_torch(problem, bucket, device)
     met = dict.fromkeys(problem for problem, _ in cells)
-    while True:  # again if code is damaged or wrong: other variants then take its place
+    while True:  # select again if code is damaged or wrong: other variants then take its place
         more = (
             *planned_for(cells, snapshot, local),
             *fallbacks_of(met, snapshot, local),
@@ -227,7 +227,7 @@ def _usable(bundle: BundleFile, index: int, device: int, snapshot: Snapshot, loc
 def planned_for(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
     """Every variant that the bundles' plans have for some call of a cell, in place of the cell's own choice."""
     all_cells = list(cells)
-    while True:  # again if ``Rejected`` has dropped a bundle
+    while True:  # select again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             return list(
                 dict.fromkeys(
@@ -340,7 +340,7 @@ def records_of(names: Sequence[str], view: View, weights: str | None = None) -> 
     known_names = sorted({model.name for model in records})
     for name in names:
         if name not in known_names:
-            if errors:  # it may be in there
+            if errors:  # the model may be in a damaged bundle
                 raise errors[0]
             near = difflib.get_close_matches(name, known_names, 3, 0.4)
             hint = f"; did you mean {', '.join(near)}?" if near else ""

@@ -64,14 +64,14 @@ def as_read(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> Problem:
 def of_numbers(
     E: int | None, N: int | None, K: int | None, dtype: str | torch.dtype, weights: str | None, w_layout: str
 ) -> Problem:
-    """The forward's problem; InputError for what is no call."""
+    """Return the forward's problem; InputError for sizes of no call."""
     from ..check.tensors import DTYPES
 
     torchs: Mapping[Any, DType] = DTYPES
     check_numbers(E=E, N=N, K=K)
     if weights is not None:
         dtype_of_weights(weights, "explain")
-        dtype = dtypes_of(weights)[0].value  # the checkpoint's: x may be quantised, too
+        dtype = dtypes_of(weights)[0].value  # the checkpoint's dtype: x may be quantised, too
     try:
         return Problem(Op.FORWARD, torchs.get(dtype) or DType(dtype), E or 0, N or 0, K or 0, Layout(w_layout))
     except (TypeError, ValueError) as error:  # TypeError: something that has no hash
@@ -101,7 +101,7 @@ def of_tensors(
     w_layout: str,
     device: int | None,
 ) -> tuple[Problem, int, bool, int | None]:
-    """Problem, rows, whether all is aligned, and torch's index of the GPU; InputError for what is no call."""
+    """Return the problem, rows, whether all is aligned, and torch's GPU index; InputError for tensors of no call."""
     from ..check import tensors
     from ..check.call import Rows
     from ..launch import product_kernels
@@ -154,7 +154,7 @@ def _of_quantised(
 
     call = tensors.check(x, w, m_sizes, w_layout)
     E, N, K = w.shape
-    fusion = code_of(Op.FORWARD, fusion & ~Fusion.GATHER if w.is_prepared else fusion)  # (gathered beforehand)
+    fusion = code_of(Op.FORWARD, fusion & ~Fusion.GATHER if w.is_prepared else fusion)  # x is gathered first
     problem = Problem(Op.FORWARD, w.kernel_dtypes[0], E, N, K, Layout.NK if w.is_prepared else Layout.STORED, fusion)
     aligned = suits(problem) and tensors.rows_usable(call.x) and x.dtype is torch.bfloat16
     return problem, call.M, aligned, call.x.get_device() if call.x.is_cuda else device
@@ -185,6 +185,6 @@ def assumed_top_k(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tupl
 
 
 def twins_in_fp16(problems: Iterable[Problem]) -> set[Problem]:
-    """The fp16 problems that are there in bf16, too: nobody runs a model in both."""
+    """Return the fp16 problems that are also there in bf16: no process runs a model in both."""
     there = set(problems)
     return {problem._replace(dtype=DType.FP16) for problem in there if problem.dtype is DType.BF16} & there

@@ -12,7 +12,7 @@ from ...artifacts.records import Gpu, LocalGpu, Problem, RowOp, Variant, cuda_ve
 from ...artifacts.wire import corrupt
 from ...kernels.arch import ARCHS, arch_of
 from ...kernels.registry import undeclared
-from .. import self_tests
+from .. import self_test_results
 from ..dispatch import snapshot as dispatch_snapshot
 from ..dispatch.decide import Miss, decide
 from ..dispatch.snapshot import Rejected, Snapshot, Usable
@@ -62,9 +62,9 @@ def load_first(
     """The variant that ``choose`` names (a bundle, and its number there), loaded; None where it names none.
 
     If a bundle's code is damaged, the bundle is dropped with a warning and ``choose`` is called again; also if a
-    variant fails its self-test on this GPU (``proof.py``). In a graph capture untested code gives None, too.
+    variant fails its self-test on this GPU (``self_test.py``). In a graph capture untested code gives None, too.
     """
-    while True:  # again if a bundle was dropped, or a variant is wrong
+    while True:  # decide again if a bundle was dropped or a variant failed its test
         chosen = choose()
         if chosen is None:
             return None
@@ -104,7 +104,7 @@ def self_test_text(bundle: BundleFile, index: int, variant: Variant, local: Loca
         return f"tested on {gpu.name}"
     if settings().disable_self_test:
         return "never run on this capability, and PRETUNED_DISABLE_SELF_TEST=1 lets it run untested"
-    result = self_tests.recorded(variant, local) if local.gpu.name else None
+    result = self_test_results.recorded(variant, local) if local.gpu.name else None
     if result is None:
         return "never run on this capability: tested before its first use, outside a graph capture"
     if result.right:
@@ -131,15 +131,15 @@ def may_run(bundle: BundleFile, index: int, kernel: LoadedKernel, local: LocalGp
     if settings().disable_self_test:
         return True
     if tested_on(bundle, index, variant, local) is None:
-        result = self_tests.recorded(variant, local)
+        result = self_test_results.recorded(variant, local)
         if result is None:
             if capturing():
                 return None
-            from .proof import self_test  # here, as most code was tested before it was shipped
+            from .self_test import self_test  # here, as most code was tested before it was shipped
 
             with lock("self-test"):
-                result = self_tests.recorded(variant, local)
-                if result is None and not self_tests.is_wrong(variant, local):
+                result = self_test_results.recorded(variant, local)
+                if result is None and not self_test_results.is_wrong(variant, local):
                     result = self_test(bundle, kernel, local)
         if result is None or not result.right:
             return False

@@ -32,7 +32,7 @@ _FEW_TO_CLEAR = 1024  # rows: each 16 of y look at the whole index, and 64 progr
 # docs/inside/trials.md, scatter-beside). One of matrices of 2^21 takes longer for as many rows, and so does one
 # of 2^20 that has many experts' to read. Where most rows of y are to be cleared it takes more than a warp of each.
 _MOST_TO_CLEAR, _SHORT_TO_CLEAR, _LARGE_MATRIX, _MOST_PER_ROW = 1 << 17, 8192, 1 << 20, 4
-_LOW_RANK_DTYPES = (torch.bfloat16,)  # of what ships: aot/plan/families.py
+_LOW_RANK_DTYPES = (torch.bfloat16,)  # dtypes of shipped kernels: aot/plan/families.py
 _UNKNOWN = object()
 
 
@@ -111,7 +111,7 @@ def product_kernel(call: Rows, y: torch.Tensor | None) -> ProductKernel | None:
 
 
 def may_clear(call: Rows, y: torch.Tensor) -> tuple[bool, bool]:
-    """True if the GEMM itself clears rows of y that no index names: (one tile a program, warp-specialised) kernels."""
+    """Return (one tile a program, warp-specialised): True if such GEMMs clear rows of y that no index names."""
     rows, M, (_E, N, K) = y.shape[0], call.M, call.sizes
     if not call.scatter or call.index_end(rows) != rows:
         return False, False
@@ -129,7 +129,7 @@ def kernel_for_gated(call: Rows) -> ProductKernel | None:
     if call.op is not Op.FORWARD or call.fusion is not Fusion.GATHER or call.zero_tail or N % 2 or index is None:
         return None
     step = index_step(call)
-    aligned = _aligned(call, 0, N // 2, N // 2)  # (new memory is)
+    aligned = _aligned(call, 0, N // 2, N // 2)  # new memory is aligned
     device = x.get_device()
     # (Rows whose index is out of range are not asked for.)
     first = call._replace(loose=True).may_gather_first(aligned)

@@ -105,9 +105,9 @@ class EagerExecutor:
         step.run(M, stream_of(first.get_device()), *addresses)
 
     def call(self, function: Callable[..., Any], *tensors: torch.Tensor, scales: bool = True) -> Any:
-        """The result of a torch function of these tensors: new memory, or one of them.
+        """Return the result of a torch function of these tensors: new memory, or one of them.
 
-        It holds no tensor itself, and without ``scales`` it has sizes of this call.
+        The function holds no tensor. Without ``scales`` it holds sizes of this call, so the call can't be recorded.
         """
         return function(*tensors)
 

@@ -70,10 +70,10 @@ class Product(NamedTuple):
 
 
 def operands_of(w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | None]:
-    """The tensors that kernels read of w, by the names that steps have for them."""
+    """Return the tensors of w that kernels read, by their names in steps."""
     if isinstance(w, torch.Tensor):
         return {"w": w}
-    derived = w.is_prepared and not w.always_quantises  # a kernel with bf16 x, which those never have, reads it
+    derived = w.is_prepared and not w.always_quantises  # read by kernels with bf16 x
     operands = {"w": w.codes, "w_scale": w.kernel_scale if derived else None, "w_outer": w.outer_scale}
     operands["w_zero"], plain = w.zero, w.plain_scale
     if all(plain is not operand for operand in operands.values()):  # else two operands would be one tensor

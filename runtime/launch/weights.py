@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 KIND_FLAGS = {torch.bfloat16: 0, torch.float16: FP16_WEIGHTS, torch.float32: FP32_WEIGHTS}
 _BLOCK = 64
-_STEP = 16  # numbers that strides are whole multiples of
+_STEP = 16  # strides are multiples of it, in elements
 _MOST = 2**31 - 1
 
 
@@ -123,7 +123,7 @@ def _move(
     to: torch.Tensor,
     nan: list[torch.Tensor] | None = None,
 ) -> bool:
-    """Move codes, as ``writing.Mover`` says; False where memory is not dense or not aligned."""
+    """Move codes, as ``writing.Mover`` describes; return False if memory is not dense or not aligned."""
     back = to.dim() < codes.dim()
     words, stored = (codes, to) if back else (to, codes)
     aligned = is_aligned(ALIGNMENT_BYTES, codes.data_ptr(), to.data_ptr())
@@ -152,7 +152,7 @@ def _fits(w: torch.Tensor, *, rows: bool, of_codes: bool) -> bool:
 
 
 def _are_scales(format: str, scale: torch.Tensor) -> bool:
-    """True if row kernels have a rule for a format, and scales have the dtype that they write: of int4 bf16 alone."""
+    """True if row kernels have a rule for the format, and scales have a dtype that they write: for int4 bf16 alone."""
     of = PRECISIONS[format].w.scale
     can_write = has_weight_kernels(DType(format))
     return can_write and (of is None or of.name != "bf16" or scale.dtype is torch.bfloat16)

@@ -15,7 +15,7 @@ from ...artifacts.tuples import NamedTuple
 from ...kernels import reference, rowops
 from ...kernels.activations import KINDS, Activation, activation_of
 from ..check import tensors
-from ..check.saved import Saved
+from ..check.saved_tensors import Saved
 from ..driver.device import on
 from ..launch import rowops as launch_rowops
 from ..launch.program import EAGER, EagerExecutor, Step

@@ -13,7 +13,7 @@ from ...artifacts.records import Layout
 from ...artifacts.tuples import NamedTuple
 from .. import hooks
 from ..check.call import Call, Form, Fusions
-from ..check.saved import FLOATS, INDICES, Frozen, Saved
+from ..check.saved_tensors import FLOATS, INDICES, Frozen, Saved
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
 from ..launch.program import EAGER, EagerExecutor
@@ -99,7 +99,7 @@ class GroupedGemm(torch.autograd.Function):
                 return (planned[0], planned[1], None, planned[2], planned[3], *_REST)
         dy = in_memory("dy", dy)
         w = unchanged if w is None else w
-        # Nothing reads the values of a w that was not kept, only its shape.
+        # If w was not saved, only its shape is read.
         w = m_sizes.new_empty((), dtype=dy.dtype).expand(w_shape) if w is None else w
         call = Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes)
         with without_autocast(dy.device.type):

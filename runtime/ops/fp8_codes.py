@@ -55,8 +55,8 @@ def dW_of_codes(
     added to it with ``accumulate``: dense, bfloat16 or float32. Without it new memory of ``dtype`` is returned.
     """
     E, N, K = m_sizes.shape[0], dy.codes.shape[0], x.codes.shape[0]
-    given, dw = out is not None, executor.new(x.codes, (E, N, K), dtype, per=0) if out is None else out
-    if given or not x.M:
+    writes, dw = out is not None, executor.new(x.codes, (E, N, K), dtype, per=0) if out is None else out
+    if writes or not x.M:
         executor.unplanned()
     if not x.M:
         return dw if accumulate else dw.zero_()
@@ -64,7 +64,7 @@ def dW_of_codes(
         from ..launch import fp8_codes as launch
 
         if launch.grad_weight(dy, x, m_sizes, dw, accumulate=accumulate, executor=executor):
-            if given:
+            if writes:
                 torch.autograd.graph.increment_version(dw)
             return dw
     executor.unplanned()

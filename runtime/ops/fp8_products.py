@@ -9,7 +9,7 @@ import torch
 from ...artifacts.records import Layout
 from ...artifacts.tuples import NamedTuple
 from ..launch.program import EAGER, EagerExecutor
-from . import tokens
+from . import gather_combine
 from .fp8_codes import column_codes, dW_of_codes
 from .products import weight
 
@@ -19,7 +19,7 @@ LEAST = 2000
 
 
 class Picked(NamedTuple):
-    """Sorted rows [M, C]; with ``index`` [M] rows[index // top_k], and ``bounds`` as ``tokens.gather`` has them."""
+    """Sorted rows [M, C]; with ``index`` [M] rows[index // top_k]. ``bounds``: see ``gather_combine.gather``."""
 
     rows: torch.Tensor
     index: torch.Tensor | None = None  # type: ignore[assignment]  # (no search in a tuple)
@@ -27,9 +27,9 @@ class Picked(NamedTuple):
     bounds: torch.Tensor | None = None
 
     def gathered(self, executor: EagerExecutor = EAGER) -> torch.Tensor:
-        """The sorted rows in memory of their own."""
+        """Return the sorted rows in new memory."""
         rows, index = self.rows, self.index
-        return rows if index is None else tokens.gather(rows, index, self.top_k, self.bounds, executor)
+        return rows if index is None else gather_combine.gather(rows, index, self.top_k, self.bounds, executor)
 
 
 def multiplies_codes(N: int, K: int) -> bool:

@@ -20,12 +20,12 @@ import torch
 from ...artifacts.records import Layout, Op
 from ...artifacts.tuples import NamedTuple
 from ..check.call import Call, Form, Fusions, Rows, TransposedWeights
-from ..check.saved import Saved
+from ..check.saved_tensors import Saved
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
 from ..launch.program import EAGER, EagerExecutor
 from ..weights.expert_weights import ExpertWeights
-from . import activation, autograd, layer, low_rank, tokens
+from . import activation, autograd, gather_combine, layer, low_rank
 from .activation import Needs
 from .autograd import differentiated_once, note_mode, wanted
 from .fp8_products import Picked, grad_weight
@@ -106,7 +106,7 @@ def product(
 
 
 class Fp8Layer(torch.autograd.Function):
-    """out [T, H], and the gradients of x, the weights, the biases and the routing weights."""
+    """A layer in fp8: out [T, H], and the gradients of x, the weights, the biases and the routing weights."""
 
     @staticmethod
     def forward(
@@ -122,7 +122,7 @@ class Fp8Layer(torch.autograd.Function):
         fp8: tuple[Fp8Weights, Fp8Weights],
         plan: Any = None,
     ) -> torch.Tensor:
-        """The layer; what a gradient needs is saved.
+        """Run the layer, and save the tensors that its gradient needs.
 
         ``fp8`` is what a block keeps of both weights, and ``plan`` an ``api.fp8.Fp8LayerPlan``.
         """
@@ -174,7 +174,7 @@ class SavedWeights(NamedTuple):
     dtype: torch.dtype
 
     def transposed(self, call: str, device: torch.device, layout: Layout) -> TransposedWeights:
-        """The weights of dX: kept ones, or w, quantised for the time of its product.
+        """Return the weights of dX: kept ones, or w quantised for this product alone.
 
         Raises
         ------
@@ -248,7 +248,7 @@ def gradients(
         del rows
     del a
     if needs_down_bias:
-        dy = tokens.gather(dout, index, k, bounds, executor)
+        dy = gather_combine.gather(dout, index, k, bounds, executor)
         scale = executor.call(partial(row_scales, dtype=dy.dtype), weights, index)
         ddown_bias = executor.call(
             first_column, weight(dy, scale, m_sizes, strict=False, bucket=bucket, executor=executor)
@@ -262,7 +262,7 @@ def gradients(
             of_dh = Rows(Op.FORWARD, dh, up.weights(executor), m_sizes, Layout.NK, M, expected=bucket)
             dx = new_rows(of_dh, M, executor)
             del of_dh
-            dx = tokens.combine(dx, places, k, executor=executor)
+            dx = gather_combine.combine(dx, places, k, executor=executor)
         if needs_up and x is not None:
             rows = Picked(dh), Picked(x, index, k, bounds)
             dup = grad_weight(*rows, m_sizes, layout, up.dtype, bucket, executor)

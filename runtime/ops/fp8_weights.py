@@ -30,14 +30,14 @@ NOTHING_KEPT = Fp8Weights(None, None)
 
 
 class _Kept(NamedTuple):
-    """A tensor's weights in fp8, and the state that the tensor was in when they were made."""
+    """A tensor's weights in fp8, and the tensor's state when it was quantised."""
 
     state: tuple[object, ...]
     weights: Fp8Weights
 
 
-_blocks = 0  # that are open, in all threads
-_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the caller's tensor, which it does not keep alive
+_blocks = 0  # open blocks of all threads
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the caller's tensor, which this does not keep alive
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def _always(w: torch.Tensor, layout: Layout, executor: EagerExecutor, *, transpo
 
 
 def _both(w: torch.Tensor, layout: Layout) -> tuple[ExpertWeights, ExpertWeights]:
-    """Both directions of w, of one read: of the forward, of dX."""
+    """Quantise w for the forward and for dX in one read."""
     rows, columns = quantise_weights(_dense_rows(w), rows=True, columns=True)
     if rows is None or columns is None:
         raise AssertionError("both directions were asked for")

@@ -28,7 +28,7 @@ from . import low_rank
 from .low_rank import LowRank, LowRankGradients
 from .products import weight
 
-_CHUNK_ELEMENTS = 1 << 24  # of the float32 temporaries that the gradient of the weights needs
+_CHUNK_ELEMENTS = 1 << 24  # elements of float32 temporaries that the routing weights' gradient uses at once
 _ONES = 8  # columns of the ones that sum dy's rows: 16 bytes of a 16-bit type
 
 
@@ -47,7 +47,7 @@ class GradY(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, dy: torch.Tensor, *, gathers: bool) -> GradY:
-        """``gathers``: dW reads gathered rows faster than it gathers them, and dX then has no need to."""
+        """With ``gathers`` dy is gathered into ``sorted`` first, because dW then is faster, and dX reads it, too."""
         dy = dy if rows_usable(dy) else dy.contiguous()
         if not call.form.permute_y:
             return cls(dy, dy)
@@ -70,9 +70,9 @@ def grad_x(call: Call, dy: GradY, executor: EagerExecutor = EAGER, beside: Besid
         raw = low_rank.product(_rows_of_dx(call, dy, None, moves=False), *beside, executor)
         if index is None:
             raise AssertionError("no index")
-        from . import tokens
+        from . import gather_combine
 
-        return tokens.combine(raw, executor.call(_places, call.m_sizes, index), topk, executor=executor)
+        return gather_combine.combine(raw, executor.call(_places, call.m_sizes, index), topk, executor=executor)
     raw = _grad_rows(call, dy, call.flat_weights(dy.rows), executor, beside)
     if not call.form.permute_x or topk == 1:
         return raw

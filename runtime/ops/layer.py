@@ -31,19 +31,21 @@ from ...artifacts.records import Layout, Op
 from ...artifacts.tuples import NamedTuple
 from ...kernels.activations import Activation
 from ..check.call import Rows, flat, wide_of
-from ..check.saved import FLOATS, Frozen, Saved
+from ..check.saved_tensors import FLOATS, Frozen, Saved
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
 from ..launch.program import EAGER, EagerExecutor
 from ..weights.expert_weights import ExpertWeights
-from . import activation, low_rank, tokens
+from . import activation, gather_combine, low_rank
 from .activation import Needs, RowActivation
 from .autograd import differentiated_once, note_mode
 from .low_rank import Adapters, LowRank, LowRankGradients
 from .products import gated_rows, of_activated, weight
 from .routing import Routing
 
-GATED_IN_PRODUCT = RowActivation(Activation("silu"), gated=True, interleaved=False)  # what a product's epilogue can do
+GATED_IN_PRODUCT = RowActivation(
+    Activation("silu"), gated=True, interleaved=False
+)  # the activation that a product's epilogue supports
 NO_ADAPTERS = Adapters(None, None)
 Forward: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]"  # see forward
 _H = "x @ gate_up_weight.T"  # what an error calls h
@@ -51,7 +53,7 @@ _ONES = 8  # columns that sum dh's rows, or weigh dout's: 16 bytes of a 16-bit t
 
 
 class Layer(NamedTuple):
-    """All of a layer that is no tensor; ``bucket`` is that of the rows that are expected (``Rows.expected``)."""
+    """The arguments of a layer except tensors; ``bucket`` is the bucket of the expected rows (``Rows.expected``)."""
 
     top_k: int
     layout: Layout
@@ -180,7 +182,9 @@ def forward(
         y = of_activated(of_h, act, executor) if adapters.second is None else None
         if y is None:
             y, narrow_a = second(activation.forward(h, act, bounds, executor))
-    out = tokens.combine(y, places, k, slot_weights(weights, y, executor), experts, down_bias, executor, into=into)
+    out = gather_combine.combine(
+        y, places, k, slot_weights(weights, y, executor), experts, down_bias, executor, into=into
+    )
     return (out, h, narrow_x, narrow_a) if keeps_h else (out, None, None, None)
 
 
@@ -291,7 +295,7 @@ class AdaptedLayer(torch.autograd.Function):
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients; those of A and B of a product together, if either is needed."""
+        """Compute the gradients; if A's or B's is needed, both are."""
         x, gate_up, down, down_bias, weights, h, *rest = ctx.saved_tensors
         low, routing, learns = rest[2:], ctx.routing, ctx.needs_input_grad[10:]
         narrow = Narrow(*(tensor if any(learns[2 * i : 2 * i + 2]) else None for i, tensor in enumerate(rest[:2])))
@@ -380,12 +384,12 @@ def with_adapters(
     inner = needs_x or needs_up or needs_up_bias or narrow.x is not None
     dout = dout.contiguous()
     row_weights = slot_weights(weights, dout, executor)
-    dy = tokens.gather(dout, index, k, bounds, executor)
+    dy = gather_combine.gather(dout, index, k, bounds, executor)
     dx = dup = ddown = dup_bias = ddown_bias = dweights = None
     a = dh = None
     frees = narrow.a is not None and not (needs_down or needs_down_bias)  # dy, before there are dh and a
     if h is not None and (inner or needs_down or needs_weights or narrow.a is not None):
-        # (Where only t * act(h) is wanted, da is of no account.)
+        # If only t * act(h) is needed, da is not read.
         whole = inner or needs_weights
         v = None if second is None else low_rank.narrowed_gradient(second, dy, m_sizes, executor, bucket)
         if whole:
@@ -425,7 +429,7 @@ def with_adapters(
     if needs_weights and dweights is not None:
         more = () if parameters.down_bias is None else (dout, parameters.down_bias, experts)
         dweights = executor.call(partial(of_weights, top_k=k, E=E, dtype=weights.dtype), dweights, *more)
-    del a  # with dy half of what the gradient takes beside its results
+    del a  # a and dy are half of the gradient's temporary memory
     if not frees:
         del dy
     if dh is not None:
@@ -433,9 +437,9 @@ def with_adapters(
         if needs_x:
             of_dh = Rows(Op.DX, dh, parameters.gate_up, m_sizes, layout, M, expected=bucket)
             dx = low_rank.product(of_dh, first, v, executor)
-            dx = tokens.combine(dx, places, k, executor=executor)
+            dx = gather_combine.combine(dx, places, k, executor=executor)
         if x is not None and (needs_up or narrow.x is not None):
-            sorted_x = tokens.gather(x, index, k, bounds, executor)
+            sorted_x = gather_combine.gather(x, index, k, bounds, executor)
             if v is not None and narrow.x is not None:
                 dA, dB = (
                     weight(v, sorted_x, m_sizes, bucket=bucket, executor=executor),

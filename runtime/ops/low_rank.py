@@ -5,7 +5,7 @@ With u[i] = s * x[i] @ A[e].T and v[i] = s * dy[i] @ B[e], which have r columns:
     y[i] += u[i] @ B[e].T        dB[e] = sum of outer(dy[i], u[i])
     dx[i] += v[i] @ A[e]         dA[e] = sum of outer(v[i], x[i])
 
-w is read as it is, never copied; A and B are small. api/adapted.py checks them.
+w is read as it is, never copied; A and B are small. api/lora.py checks them.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ def scales_of(lora: tuple[Lora | None, Lora | None]) -> tuple[object, ...]:
 
 
 def as_used(lora: Lora, dtype: torch.dtype, E: int) -> LowRank:
-    """An adapter in the dtype and layout that products read.
+    """Return an adapter in the dtype and layout that products read.
 
     Raises
     ------
     ValueError
-        if A and B have different ranks, which padding would hide.
+        if A and B have different ranks, which padding to a common rank would hide.
     """
     if lora.A.shape[1] != lora.B.shape[2]:
         raise ValueError("A and B are of different ranks")

@@ -18,13 +18,13 @@ from ...artifacts.records import DType, Layout, Op, RowOp
 from ...artifacts.tuples import NamedTuple
 from ..check import tensors
 from ..check.call import Rows, Starts
-from ..check.saved import Frozen, Saved
+from ..check.saved_tensors import Frozen, Saved
 from ..check.tensors import in_memory
 from ..driver.device import allocator, current_stream, on, without_autocast
 from ..launch import rowops
 from ..launch.program import EAGER, EagerExecutor
 from ..weights.expert_weights import ExpertWeights
-from . import activation, low_rank, tokens
+from . import activation, gather_combine, low_rank
 from .activation import RowActivation
 from .autograd import differentiated_once
 from .layer import GATED_IN_PRODUCT, NO_ADAPTERS, FrozenWeights, Layer, Weights
@@ -37,7 +37,7 @@ _compiling = torch.compiler.is_compiling
 _traced = torch._C._get_tracing_state
 _modes = torch._C._len_torch_dispatch_stack
 _transformed = torch._C._are_functorch_transforms_active
-_ONES = 8  # columns of the ones that sum dy's rows: 16 bytes of a 16-bit type
+_ONES = 8  # columns of a matrix of ones that sums dy's rows: 16 bytes in bf16
 
 
 class Placed(NamedTuple):
@@ -221,7 +221,7 @@ def gradients(
     index, m_sizes, bounds = placed
     needs_x, needs_w, needs_bias = needs
     layout, bucket = how.layout, how.bucket
-    dy = tokens.gather(dy, index, 1, bounds) if how.writes else dy.contiguous()
+    dy = gather_combine.gather(dy, index, 1, bounds) if how.writes else dy.contiguous()
     dx = dw = dbias = v = low = packed = None
     if adapter is not None and (needs_x or u is not None):
         v = low_rank.narrowed_gradient(adapter, dy, m_sizes, bucket=bucket)
@@ -229,7 +229,7 @@ def gradients(
         back = How(False, how.reads, layout, True, bucket)
         dx = low_rank.product(_rows(Op.DX, dy, w, placed, back), adapter, v, many=dy.shape[0])
     if x is not None and (needs_w or u is not None):
-        packed = tokens.gather(x, index, 1, bounds) if how.reads else x
+        packed = gather_combine.gather(x, index, 1, bounds) if how.reads else x
     if needs_w and packed is not None:
         dw = weight(dy, packed, m_sizes, layout=layout, bucket=bucket)
     if needs_bias:

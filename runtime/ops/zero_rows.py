@@ -59,7 +59,7 @@ def clear_tail(y: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
     """y[r] = 0, on a GPU, for each row r from ``used``, an int32 [1], on. y is dense."""
     rows, columns = y.shape
     row_bytes, device = columns * y.element_size(), y.get_device()
-    there = torch.arange(rows, dtype=torch.int32, device=y.device) < used  # bool: one byte a row
+    there = torch.arange(rows, dtype=torch.int32, device=y.device) < used  # bool takes one byte a row
     aligned = rows <= _MOST_ROWS and y.is_contiguous() and is_aligned(ALIGNMENT_BYTES, row_bytes, y.data_ptr())
     launch = rowops.launcher(RowOp.CLEAR, DType.FP32, device, aligned=True) if aligned else None
     if launch is None:

@@ -33,7 +33,7 @@ _NAME = re.compile(
     rf"(?:[._](?P<suffix>{_SUFFIX}))?"
 )
 _SHORT = re.compile(rf"(?:(?P<projection>{'|'.join(_PART)})[._])?(?P<suffix>{_SUFFIX})")
-# Other names of a method whose tensors are the same.
+# Other names of a method, with equal tensors.
 _ALIASES = {
     "fbgemm_fp8": "fp8",
     "deepseek_v4_fp8": "fp8",
@@ -273,7 +273,7 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _readers(config: Mapping[str, Any], modules: list[tuple[str, ...]]) -> list[_Reader]:
-    """The reader of each module, from its settings in the config; InputError if the settings give two formats."""
+    """Return a reader for each module by its settings in the config; InputError if the settings give two formats."""
     readers: dict[int, _Reader] = {}
     out = []
     for names, settings in zip(modules, _settings(config, modules), strict=True):

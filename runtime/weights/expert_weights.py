@@ -138,7 +138,7 @@ class ExpertWeights:
 
     @classmethod
     def int4(cls, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None) -> ExpertWeights:
-        """w = (code - zero) * scale in groups of 32, 64 or 128 of K; zero is 8 where it is None.
+        """w = (code - zero) * scale in groups of 32, 64 or 128 of K; without zero points zero is 8.
 
         codes [E, N, K/2] uint8, the low nibble first; scale [E, N, ceil(K/group)] bfloat16, float16 or float32; zero
         uint8 in scale's shape. The shapes decide the group.
@@ -571,7 +571,7 @@ class ExpertWeights:
                     return scales  # in a capture: a part of the graph
                 if self.derived is not None:
                     self.derived.copy_(scales)
-            if not capturing:  # else the next call writes it again
+            if not capturing:  # a capture has not written it yet: the next call does
                 if not anew:
                     synchronize(scales)  # before a thread on another stream can see it
                 self._derived_of = source

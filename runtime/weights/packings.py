@@ -58,7 +58,7 @@ class Suffixes(dict[str, torch.Tensor]):
         return tensor
 
     def fit(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """``found``, which is made of the tensor of this suffix; InputError if it has another shape."""
+        """Return ``tensor``, which comes from the tensor of this suffix; InputError if it has another shape."""
         if tuple(tensor.shape) != shape:
             raise self.bad(name, f"of shape {list(tensor.shape)}", f"{list(shape)}")
         return tensor

@@ -62,7 +62,7 @@ def padded(weights: ExpertWeights, N: int, K: int, *, parts: int = 1) -> ExpertW
 
 
 def narrowed(weights: ExpertWeights, N: int, K: int, *, parts: int = 1) -> ExpertWeights:
-    """``padded`` undone: the weights of the first N / parts rows of each part, and of the first K columns."""
+    """Undo ``padded``: return the first N / parts rows of each part, and the first K columns."""
     elements = weights.precision.w
     scale = elements.scale
     if scale is None:
@@ -100,7 +100,7 @@ def _filled(tensor: torch.Tensor, rows: int, columns: int, parts: int, value: in
     """[E, N, C] as [E, parts * rows, columns], with ``value`` where there was nothing."""
     E, N, C = tensor.shape
     if tensor.dtype is torch.float8_e4m3fn:  # as bytes: some torch versions can't fill e4m3
-        e4m3_one = 0x38  # 1.0
+        e4m3_one = 0x38  # the bits of 1.0
         return _filled(tensor.view(torch.uint8), rows, columns, parts, e4m3_one if value else 0).view(tensor.dtype)
     filled = tensor.new_full((E, parts, rows, columns), value)
     filled[:, :, : N // parts, :C] = tensor.view(E, parts, N // parts, C)

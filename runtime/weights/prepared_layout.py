@@ -33,7 +33,7 @@ from ...artifacts.records import PRECISIONS, Elements
 from ...artifacts.tuples import NamedTuple
 from .codes import E4M3_MOST, Quantised, pack, unpack
 
-BLOCK = 64  # rows of w, and of K
+BLOCK = 64  # rows of w, and elements of K, in a block
 _Move: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 # Of each code of a half: (mask of its bits, where they go to, as shifts to the left).
 _Places = tuple[tuple[tuple[int, int], ...], ...]
@@ -50,7 +50,7 @@ _PLACES: dict[str, _Places] = {
 # A larger scale has no room in bf16 beside the 2^126 or 2^120 that codes are made too small by.
 _MOST_E8M0 = {"e2m1": 128, "e4m3": 134}
 ZERO = 8  # the zero point of int4 formats that store none
-_MOST_ZERO = 15  # kernels read four bits
+_MOST_ZERO = 15  # kernels read zero points of four bits
 _MOST_INT4 = 1024.0  # scales are made 2^117 of theirs in bf16: room to spare for what rounding to bf16 adds
 _E4M3_NAN = 0x7F
 _E4M3_SHIFT = 120  # kernels' bf16 of e4m3 codes is too small by 2^120
@@ -132,7 +132,7 @@ def _in_shape_of(part: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
 
 
 def _codes(name: str) -> tuple[_Move, _Move]:
-    """``CodeOrder.prepared`` and ``CodeOrder.stored`` of codes of this name."""
+    """Return ``CodeOrder.prepared`` and ``CodeOrder.stored`` for codes of this name."""
     places = _PLACES[name]
     per_half = len(places)
     four = name != "e4m3"
@@ -173,7 +173,7 @@ def _codes(name: str) -> tuple[_Move, _Move]:
 
 
 def _scale(group: int) -> tuple[_Move, _Move]:
-    """``CodeOrder.prepared_scale`` and ``CodeOrder.stored_scale`` of groups of so many of K."""
+    """Return ``CodeOrder.prepared_scale`` and ``CodeOrder.stored_scale`` for groups of so many elements of K."""
     groups = max(1, BLOCK // group)  # of a block
 
     def prepared(scale: torch.Tensor) -> torch.Tensor:
@@ -230,9 +230,9 @@ def _in_bf16(prepared: _Move) -> _Move:
 
 
 def _of_blocks(scale: torch.Tensor) -> torch.Tensor:
-    """A scale of 128 x 128 of e4m3 as bf16, for each block of 64 x 64, twice, and twice what bf16 leaves of it.
+    """Return a scale of 128 x 128 for each block of 64 x 64, as two bf16 numbers (rounded, rest), each stored twice.
 
-    These two times: TMA moves 16 bytes at least. The forward reads the first.
+    They are stored twice because TMA moves at least 16 bytes. The forward reads the first copy.
     """
     wide = scale.float() * 2.0**_E4M3_SHIFT  # exact where a kernel has room for it, and so is the rest
     near = wide.to(torch.bfloat16)

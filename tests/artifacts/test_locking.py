@@ -213,13 +213,13 @@ NOTES = """
 import filelock, logging, os, sys  # filelock as root: the user may not be able to read root's Python
 from small_bundles import ON_A100, SPECS, variant
 from pretuned.aot.compile.cache import CompileCache, default_dir
-from pretuned.runtime import self_tests
+from pretuned.runtime import self_test_results
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 os.setgid(int(sys.argv[1]))
 os.setuid(int(sys.argv[1]))
 for name in (b"one", b"two"):
-    self_tests.note(variant(SPECS[0], name), ON_A100, self_tests.result_of_today(True))
+    self_test_results.note(variant(SPECS[0], name), ON_A100, self_test_results.result_of_today(True))
 cache = CompileCache(default_dir())
 cache.put(SPECS[0], 80, None)
 print(cache.trouble)

@@ -17,7 +17,7 @@ from pretuned.aot.demand import tuner
 from pretuned.artifacts.errors import BundleError
 from pretuned.artifacts.records import Variant
 from pretuned.integrations.unsloth import cache as unsloth
-from pretuned.runtime import allow_jit, hooks, reload, self_tests
+from pretuned.runtime import allow_jit, hooks, reload, self_test_results
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.places import Kind, Place, installed_places
 from pretuned.runtime.dispatch.snapshot import Snapshot, take
@@ -285,8 +285,8 @@ def test_test_results_and_configs_are_neither_read_nor_written(
     def files() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()}
 
-    def keep(of: Variant, process: Any = self_tests) -> None:
-        process.note(of, ON_H200, self_tests.result_of_today(False, "y[0, 0] is 1, wanted 2"))
+    def keep(of: Variant, process: Any = self_test_results) -> None:
+        process.note(of, ON_H200, self_test_results.result_of_today(False, "y[0, 0] is 1, wanted 2"))
         unsloth.save_cached_config(of.cubin_sha256.hex(), {}, {}, {})
 
     reload()
@@ -295,7 +295,7 @@ def test_test_results_and_configs_are_neither_read_nor_written(
     assert len(before) == 3, before
     monkeypatch.setenv("PRETUNED_TRUSTED_KEYS", str(tmp_path / "keys"))
     reload()
-    process = copy_of(self_tests)
+    process = copy_of(self_test_results)
     unsloth.clear_cache()
     assert process.recorded(first, ON_H200) is None
     assert unsloth.load_cached_config(first.cubin_sha256.hex()) is None

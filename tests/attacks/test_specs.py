@@ -80,7 +80,7 @@ def test_a_regular_expression_that_never_ends(tmp_path: Path, pattern: str) -> N
 
 
 def test_very_many_exclusions(tmp_path: Path) -> None:
-    """As many exclusions as experts are read; more are refused, and so are many globs."""
+    """Exclusions are read up to the number of experts; more are refused, and so are many globs."""
     load_models([quantised(tmp_path, *(f"model.layers.{i % 48}.mlp.experts.{i}.w1" for i in range(100_000)))])
     message = refused(quantised(tmp_path, *(f"layers.{i}" for i in range(300_000))))
     assert "300,000 names of what is not quantised, the limit is 262,144" in message

@@ -19,7 +19,7 @@ LIMIT = "========= Warning: Maximum number of hazards reached. Environment varia
 END = "2 cubins on NVIDIA H200 (9.0, 132 SMs, 143155 MiB), 0 wrong, 0 that no block has the memory for"
 STOPPED = [
     "Traceback (most recent call last):",
-    '  File "tests/support/prove_files.py", line 87, in <module>',
+    '  File "tests/support/self_test_files.py", line 87, in <module>',
     "    sys.exit(main())",
     "             ^^^^^^",
     "KeyboardInterrupt",

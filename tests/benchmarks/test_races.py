@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import prove_files
 import pytest
+import self_test_files
 
 pytest.importorskip("triton")  # (its package has nvdisasm)
 import sass
@@ -152,7 +152,7 @@ def test_a_list_of_those_seen_is_added_to_and_left_out(tmp_path):
     assert listed.read_text().split() == [before[:16], "rows_w8a8", cubin[:16], "weight"]
     after = set(listed.read_text().split())
     whole, rest = (
-        {bundle.variant(i).cubin_sha256.hex() for bundle, i in prove_files.each_cubin([str(BUNDLE)], lines)}
+        {bundle.variant(i).cubin_sha256.hex() for bundle, i in self_test_files.each_cubin([str(BUNDLE)], lines)}
         for lines in ((), after)
     )
     assert whole - rest == {cubin, before}

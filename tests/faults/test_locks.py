@@ -32,7 +32,7 @@ from pretuned.artifacts.publishing import publish
 from pretuned.artifacts.codec import encode
 from pretuned.artifacts.records import DType
 from pretuned.artifacts.records import Op
-from pretuned.runtime import self_tests
+from pretuned.runtime import self_test_results
 
 here = Path(sys.argv[1])
 PLAN = plan([LayerShard("E8", 8, 2, 256, 128, 0, True, (DType.BF16,), 1, 1, (64, 64), tuple(Op))])
@@ -69,8 +69,8 @@ def journal():
 
 
 def self_test():
-    self_tests.note(variant(SPECS[0], b"one"), ON_A100, self_tests.result_of_today(True))
-    return len(list(Path(self_tests.path_of(ON_A100)).parent.glob("*.results")))
+    self_test_results.note(variant(SPECS[0], b"one"), ON_A100, self_test_results.result_of_today(True))
+    return len(list(Path(self_test_results.path_of(ON_A100)).parent.glob("*.results")))
 
 
 def tuned():

@@ -1,13 +1,13 @@
 """Run memcheck or synccheck of compute-sanitizer over shipped cubins, and list the cubins that it has seen.
 
-    compute-sanitizer --tool memcheck python tests/support/prove_files.py --names artifacts/bundles/*sm90.msgpack* \\
-        > memory.txt 2>&1
+    compute-sanitizer --tool memcheck python tests/support/self_test_files.py --names \\
+        artifacts/bundles/*sm90.msgpack* > memory.txt 2>&1
     python tests/gpu/checked.py memory.txt
 
 Exit code 1 for a fault that the tool tells of, a trial that went wrong, or any other line that says neither a cubin's
 name nor that the run went right, came to its end or was stopped. ``--seen FILE`` adds the cubins whose trials came to
-their end to a list, if nothing is wrong; ``prove_files.py --after FILE`` then leaves them out. racecheck's outputs are
-read by ``races.py``. Needs no GPU.
+their end to a list, if nothing is wrong; ``self_test_files.py --after FILE`` then leaves them out. ``races.py`` reads
+racecheck's outputs. Needs no GPU.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Run racecheck of compute-sanitizer over shipped cubins, and say which barrier orders each pair of accesses.
 
     compute-sanitizer --tool racecheck --racecheck-report analysis --print-limit 1000000 \\
-        python tests/support/prove_files.py --names artifacts/bundles/*sm90.msgpack* > race.txt
+        python tests/support/self_test_files.py --names artifacts/bundles/*sm90.msgpack* > race.txt
     python tests/gpu/races.py race.txt
 
 The tool knows neither mbarriers nor that a named barrier orders warps that pass it at different places. So each pair is
 looked for in the flow graph of its cubin (``tests/support/sass.py``). Exit code 1 for a pair without an order, one of a
 kind that is not in ``expected_races.json``, a line whose offsets are no accesses of the cubin named before, or a line
 of the tool that is no report. ``--keep`` puts the kinds that have an order into that file. ``--seen FILE`` adds the
-cubins that the tool has seen to a list, if nothing is wrong; ``prove_files.py --after FILE`` then leaves them out.
+cubins that the tool has seen to a list, if nothing is wrong; ``self_test_files.py --after FILE`` then leaves them out.
 Needs no GPU.
 """
 

@@ -16,7 +16,7 @@ from pretuned.kernels.activations import Activation
 from pretuned.runtime import grouped_gemm, moe_mlp, sort_routing
 from pretuned.runtime.dispatch.snapshot import snapshot
 from pretuned.runtime.launch import rowops
-from pretuned.runtime.ops import activation, tokens, zero_rows
+from pretuned.runtime.ops import activation, gather_combine, zero_rows
 from pretuned.runtime.ops import routing as ops_routing
 from pretuned.runtime.ops.activation import Needs, RowActivation, by_torch
 
@@ -102,7 +102,7 @@ def test_combine(dtype: torch.dtype, columns: int, top_k: int, biased: bool, wei
         weights[~here] = float("nan")
         want *= weights[:, None].double()
     want = torch.where(here[:, None], want, 0).view(T, top_k, columns).sum(1)
-    near(tokens.combine(y, places, top_k, weights, experts, bias), want, MOST[dtype])
+    near(gather_combine.combine(y, places, top_k, weights, experts, bias), want, MOST[dtype])
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -120,8 +120,8 @@ def test_gather(dtype: torch.dtype, columns: int, top_k: int, many: bool) -> Non
     bounds = torch.tensor([0, end], device="cuda", dtype=torch.int32)
     for repeated in (0, 300, 900):
         index[:repeated] = index[-1]
-        assert torch.equal(tokens.gather(x, index, top_k), x[index // top_k])
-        assert torch.equal(tokens.gather(x, index.int(), top_k, bounds)[:end], x[index // top_k][:end])
+        assert torch.equal(gather_combine.gather(x, index, top_k), x[index // top_k])
+        assert torch.equal(gather_combine.gather(x, index.int(), top_k, bounds)[:end], x[index // top_k][:end])
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)

@@ -12,7 +12,7 @@ from pretuned.kernels import rowops as contract
 from pretuned.kernels.activations import Activation
 from pretuned.runtime import ExpertWeights, moe_mlp
 from pretuned.runtime.dispatch import snapshot
-from pretuned.runtime.ops import activation, tokens
+from pretuned.runtime.ops import activation, gather_combine
 from pretuned.runtime.ops.activation import Needs, RowActivation
 
 pytestmark = [
@@ -62,7 +62,7 @@ def test_bits_do_not_depend_on_how_many_programs_there_are(used: int, monkeypatc
         a = activation.forward(h, SILU, bounds)
         needs = Needs(True, True, True)
         dh, b, dweights = activation.gradient(h, da, SILU, needs, weights=weights, index=index, bounds=bounds)
-        rows, out = tokens.gather(x, index, TOPK, bounds), tokens.combine(da, places, TOPK, weights)
+        rows, out = gather_combine.gather(x, index, TOPK, bounds), gather_combine.combine(da, places, TOPK, weights)
         assert dh is not None
         assert b is not None
         assert dweights is not None

@@ -20,7 +20,7 @@ from pretuned.kernels.spec import Config, Schedule, Spec
 from pretuned.runtime import ExpertWeights
 from pretuned.runtime.driver.device import current_stream, local_gpu
 from pretuned.runtime.launch.gemm import Fused, LoadedKernel, load_kernel, product_launcher, words_of
-from pretuned.runtime.launch.trials import trial, trial_place
+from pretuned.runtime.launch.self_test_problems import trial, trial_place
 from pretuned.runtime.weights.row_codes import values_on_load
 
 

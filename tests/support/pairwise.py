@@ -23,7 +23,7 @@ def pairwise(
     indirect
         Arguments that are parameters of fixtures.
     """
-    values = [[one if ", " in key else (one,) for one in given] for key, given in axes.items()]
+    values = [[value if ", " in key else (value,) for value in options] for key, options in axes.items()]
     chosen = cover([len(some) for some in values], strength)
     cases = [
         pytest.param(

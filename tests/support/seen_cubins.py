@@ -1,4 +1,4 @@
-"""Which cubins a tool of compute-sanitizer has seen, by the lines that ``prove_files.py --names`` prints."""
+"""Which cubins a tool of compute-sanitizer has seen, by the lines that ``self_test_files.py --names`` prints."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pretuned.artifacts.codec import encode
 from pretuned.artifacts.publishing import publish
 from pretuned.artifacts.records import Bundle, Choice, LocalGpu, PlanRow, Problem, Source, Target, Variant, Way
-from pretuned.runtime import reload, self_tests
+from pretuned.runtime import reload, self_test_results
 from pretuned.runtime.dispatch.decide import Decision, settle
 from pretuned.runtime.dispatch.plans import Planned
 from pretuned.runtime.dispatch.snapshot import snapshot
@@ -23,12 +23,12 @@ _US = 10_000  # of every choice: nothing compares it
 @contextlib.contextmanager
 def failed(which: Callable[[Variant], bool]) -> Iterator[None]:
     """On the first GPU these variants of all bundles are as if they had failed their self-tests there."""
-    bundles, local, wrong = snapshot(), local_gpu(0), self_tests._memory.wrong
+    bundles, local, wrong = snapshot(), local_gpu(0), self_test_results._memory.wrong
     before = {key: set(digests) for key, digests in wrong.items()}
     for view in (bundles.view(local, installed=True), bundles.reserve(local)):
         for usable in view.usable:
             for variant in filter(which, usable.bundle.variants()):
-                self_tests.leave_out(variant, local)
+                self_test_results.leave_out(variant, local)
     reload()
     try:
         yield

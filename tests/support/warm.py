@@ -67,7 +67,7 @@ class Program:
 def run(
     words: Words, *, env: Mapping[str, str] | None = None, cwd: Path | str | None = None, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """``python WORDS``, with ``given`` on its standard input."""
+    """Run ``python WORDS``, with ``stdin`` on its standard input."""
     return Program(words, env=env, cwd=cwd, stdin=stdin).wait()
 
 

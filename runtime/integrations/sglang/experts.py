@@ -273,7 +273,7 @@ def _read_by(runner: str, layer: Any, config: Any) -> str | None:
 
 
 def layer_of(config: Any, dtype: DType | None = None) -> ServedLayer:
-    """This rank's part of a layer, whose weights are of ``dtype``; of the tokens' where None."""
+    """Return this rank's part of a layer with weights of ``dtype``; None: the tokens' dtype."""
     act = activation_of(config)
     if isinstance(act, str):
         raise InputError(f"pretuned: {act}")

@@ -39,7 +39,7 @@ def keep_mxfp4() -> None:
 
         @property
         def is_trainable(self) -> bool:
-            """Adapters beside it are: transformers' Trainer asks."""
+            """True, as transformers' Trainer requires: adapters are trained, the packed weights are not."""
             return True
 
     auto.AUTO_QUANTIZER_MAPPING["mxfp4"] = PackedMxfp4Quantizer

@@ -393,7 +393,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _like(like: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """``made`` of ``_local(given)``, spread over ranks as ``given`` is."""
+    """Return ``tensor``, which was computed from ``_local(like)``, spread over ranks like ``like``."""
     if not hasattr(like, "placements"):
         return tensor
     from torch.distributed.tensor import DTensor

@@ -344,7 +344,7 @@ def _preferred(kind: type[KernelConfig], call: str, knobs: dict[str, Any]) -> Ke
 
 
 def _resolved(config: Any, op: Op, x: torch.Tensor, w: torch.Tensor | None, m_sizes: torch.Tensor, K: int = 0) -> Any:
-    """The runtime's form of a config: of a KernelConfig the nearest in the bundles, anything else as it is.
+    """Return the runtime's config: for a KernelConfig the nearest in the bundles, anything else unchanged.
 
     x is dY for the gradients; without w, K is X's columns.
     """

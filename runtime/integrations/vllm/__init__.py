@@ -178,7 +178,7 @@ def _asking(own: Callable[..., Any], classes: list[type]) -> Callable[..., Any]:
         if method is None or type(self) not in classes or PLUG_IN.is_off:
             return method
         if not hasattr(method, "moe") or type(method).__module__.startswith("pretuned."):
-            return method  # not a MoE layer's, or pretuned's already, from a config that this one called
+            return method  # no MoE layer's method, or already pretuned's, from a config that this one called
         ours = PLUG_IN.attempt("take a layer", _take_quantised, method, layer) or method
         PLUG_IN.count(taken=ours is not method)
         return ours

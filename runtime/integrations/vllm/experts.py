@@ -66,7 +66,7 @@ class ActivationNumbers(NamedTuple):
 class _Named(NamedTuple):
     """One of vLLM's activations: pretuned's function, what vLLM's code has for the settings, and which it reads."""
 
-    function: Activation | None  # None: it needs numbers that are read
+    function: Activation | None  # None: its numbers are read from the layer
     code: ActivationNumbers = ActivationNumbers(swiglu_alpha=1.0, swiglu_beta=0.0)
     reads: tuple[str, ...] = ()
     is_gated: bool = True

@@ -374,14 +374,14 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return loader
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace what was loaded by prepared parameters; the first time, make the kernel.
+        """Replace loaded parameters by prepared ones; the first time, also build the kernel.
 
         If that fails the first time, vLLM's own method takes the layer.
 
         Raises
         ------
         InputError
-            for weights loaded later that no kernel takes, or that are in another layout than the first.
+            if weights that were loaded later suit no kernel, or have another layout than the first.
         """
         is_first = self.moe_kernel is None and self.own is not None
         if not is_first:

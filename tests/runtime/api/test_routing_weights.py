@@ -14,7 +14,7 @@ from pretuned.kernels import rowops
 from pretuned.kernels.rowops import RowOpSpec
 from pretuned.runtime import sort_routing
 from pretuned.runtime.launch import program
-from pretuned.runtime.ops import activation, layer, tokens
+from pretuned.runtime.ops import activation, gather_combine, layer
 from pretuned.runtime.ops import routing as ops_routing
 
 T, TOPK, E, H, I = 4, 2, 3, 16, 8  # noqa: E741
@@ -56,7 +56,7 @@ def test_routing_weights_are_read_as_they_are_where_the_kernel_can(
     assert words["flags"] & rowops.WEIGHTED
     assert (words["row_weights"] == weights.data_ptr()) == (narrow or kind is torch.float32)
     y, experts = torch.randn(4, 3).bfloat16(), torch.zeros(4, dtype=torch.int32)
-    tokens.combine(y, experts, 2, weights, experts, torch.randn(1, 3).bfloat16() if biased else None)
+    gather_combine.combine(y, experts, 2, weights, experts, torch.randn(1, 3).bfloat16() if biased else None)
     assert last(gpu, RowOp.COMBINE)["flags"] == rowops.WEIGHTED | rowops.NARROW * narrow | rowops.BIASED * biased
 
 
@@ -159,7 +159,7 @@ def test_the_sum_asks_for_a_kernel_that_may_read_its_bias(gpu: Device) -> None:
     y, bias = torch.randn(T * TOPK, H).bfloat16(), torch.randn(E, H).bfloat16()
     spare = torch.empty(E * H + 1).bfloat16()[1:].view(E, H).copy_(bias)
     sums = [
-        tokens.combine(y, routing.places, TOPK, weights.flatten(), routing.experts, vector)
+        gather_combine.combine(y, routing.places, TOPK, weights.flatten(), routing.experts, vector)
         for vector in (bias, spare, None)
     ]
     wanted = [
@@ -174,13 +174,13 @@ def test_torch_adds_up_in_float32_as_many_tokens_at_a_time_as_memory_allows(
     monkeypatch: pytest.MonkeyPatch, kind: torch.dtype
 ) -> None:
     T, k, H = 23, 8, 64
-    monkeypatch.setattr(tokens, "_CHUNK_ELEMENTS", 5 * k * H)
+    monkeypatch.setattr(gather_combine, "_CHUNK_ELEMENTS", 5 * k * H)
     generator = torch.Generator().manual_seed(2)
     experts = torch.randint(0, E + 1, (T * k,), generator=generator, dtype=torch.int32)
     places = torch.where(experts < E, torch.randperm(T * k, generator=generator).int(), -1)
     y, bias = (torch.randn(rows, H, generator=generator).bfloat16() for rows in (T * k, E))
     weights = torch.rand(T * k, generator=generator).to(kind)
-    got = tokens.combine(y, places, k, weights, experts, bias)
+    got = gather_combine.combine(y, places, k, weights, experts, bias)
     here = places >= 0
     want = y[places.clamp(min=0).long()].double() + bias[experts.clamp(max=E - 1).long()].double()
     want = torch.where(here[:, None], want * weights[:, None].double(), 0).view(T, k, H).sum(1)

@@ -56,7 +56,7 @@ from pretuned.artifacts.records import (
 )
 from pretuned.kernels.entry import has_aligned_rows
 from pretuned.kernels.spec import Config, Loads, Schedule
-from pretuned.runtime import self_tests
+from pretuned.runtime import self_test_results
 from pretuned.runtime.dispatch import decide as decide_module
 from pretuned.runtime.dispatch.decide import Decision, Match, Miss, Origin, chosen, decide, why_not
 from pretuned.runtime.dispatch.hints import build_line
@@ -720,7 +720,7 @@ def test_why_a_variant_can_not_run(tmp_path: Path) -> None:
     message = why_not(turns, PROBLEM._replace(N=(192 << 20) + 8), ON_H200, aligned=True)
     assert message is not None
     assert "the most columns" in message
-    self_tests.leave_out(variant, ON_H200)
+    self_test_results.leave_out(variant, ON_H200)
     assert (
         why_not(variant, PROBLEM, ON_H200, aligned=True)
         == "its test on this GPU failed, or could not be made in this process"

@@ -35,7 +35,7 @@ from pretuned.artifacts.bundle_file import open_bytes
 from pretuned.artifacts.codec import encode
 from pretuned.artifacts.publishing import publish
 from pretuned.artifacts.records import Choice, Layout, LocalGpu, Op, Problem
-from pretuned.runtime import self_tests
+from pretuned.runtime import self_test_results
 from pretuned.runtime.dispatch.decide import Decision, Match, Origin, decide
 from pretuned.runtime.dispatch.decide import modelled as by_model
 from pretuned.runtime.dispatch.neighbours import Neighbourhood
@@ -130,7 +130,7 @@ def test_what_cannot_run_the_call_is_not_chosen(tmp_path: Path) -> None:
     assert decision(bundle_set, aligned=False).chosen.index == ANY
     assert decision(bundle_set, problem=ASKED._replace(K=833), aligned=False).chosen.index == ANY
     wrong = bundle(around(NARROW, WIDE), gpus=[H200], specs=specs).variants[NARROW]
-    self_tests.leave_out(wrong, ON_H200)
+    self_test_results.leave_out(wrong, ON_H200)
     assert decision(snapshot(path)).chosen.index == WIDE
 
 

@@ -17,8 +17,8 @@ from pretuned.kernels.registry import divisibility, unlaunchable
 from pretuned.kernels.spec import Config, Loads, Schedule, Spec
 from pretuned.runtime import ExpertWeights, grouped_gemm, grouped_gemm_dX, hooks, reload
 from pretuned.runtime.api import torch_library
-from pretuned.runtime.launch import gemm, quantised, trials
-from pretuned.runtime.launch.trials import TrialPlace
+from pretuned.runtime.launch import gemm, quantised, self_test_problems
+from pretuned.runtime.launch.self_test_problems import TrialPlace
 
 E, N, K, T = 4, 256, 384, 40
 TILE = Config(16, 64, 128, 4, 4, schedule=Schedule.TILE)
@@ -252,7 +252,7 @@ def test_codes_of_w_are_tested_in_the_order_and_of_the_sizes_that_their_code_is_
 ) -> None:
     problem = Problem(op, dtype, E, N, K, layout)
     place = TrialPlace(torch.device("cpu"), 0, lambda: None)
-    on = trials._operands(record(problem, alignment), place)
+    on = self_test_problems._operands(record(problem, alignment), place)
     columns, reduction = on.w_values.shape[1:]
     assert isinstance(on.w, ExpertWeights)
     assert bool(on.w.order) is (layout is Layout.NK)
@@ -297,7 +297,7 @@ def test_codes_by_codes_where_that_is_faster(gpu: Gpu80, format: str) -> None:
 def test_codes_by_codes_are_tested_of_an_x_that_the_kernel_quantises(dtype: DType, alignment: int) -> None:
     """x is given as it is, and its values are those of its codes: off by what quantising loses."""
     place = TrialPlace(torch.device("cpu"), 0, lambda: None)
-    on = trials._operands(record(Problem(Op.FORWARD, dtype, E, N, K, Layout.STORED), alignment), place)
+    on = self_test_problems._operands(record(Problem(Op.FORWARD, dtype, E, N, K, Layout.STORED), alignment), place)
     columns, reduction = on.w_values.shape[1:]
     assert isinstance(on.w, ExpertWeights)
     assert (on.w.order, on.w.format, on.scale, on.x.dtype) == (0, dtype.value, None, torch.bfloat16)

@@ -14,7 +14,7 @@ from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records import DType, RowOp, Variant
 from pretuned.kernels import rowops
 from pretuned.kernels.registry import unlaunchable
-from pretuned.runtime import ExpertWeights, reload, self_tests
+from pretuned.runtime import ExpertWeights, reload, self_test_results
 from pretuned.runtime.launch import weights as launch_weights
 from pretuned.runtime.settings import lock
 
@@ -39,7 +39,7 @@ def of_weights() -> list[tuple[Variant, bytes]]:
 
 def another_process(gpu: EmulatedGpu) -> None:
     """One that has tested no kernel, nor finds what others tested: it has another driver."""
-    self_tests._memory.__init__()  # type: ignore[misc]
+    self_test_results._memory.__init__()  # type: ignore[misc]
     forget()
     gpu.gpu = gpu.gpu._replace(driver=gpu.gpu.driver + 10)
     reload()

@@ -22,7 +22,7 @@ from pretuned.runtime import ExpertWeights, QuantizedRows, experts_mlp, explain,
 from pretuned.runtime.dispatch import decide
 from pretuned.runtime.dispatch.snapshot import snapshot
 from pretuned.runtime.inspect.explain import explain_on
-from pretuned.runtime.launch import proof
+from pretuned.runtime.launch import self_test
 
 ROOM = 40
 COUNTS = ((7, 0, 40, 1), (0, 0, 0, 0), (40, 40, 40, 40), (-3, 5, 99, 2))
@@ -186,7 +186,7 @@ def test_its_self_test(machine: Machine, spec: Spec, wrong: bool) -> None:
 
     if wrong:
         machine.after[variant_and_code(spec)[0].cubin_sha256] = spoils
-    said = proof.tried(machine.load(spec))
+    said = self_test.tried(machine.load(spec))
     assert (said is None) == (not wrong), said
     if wrong:
         assert str(said).startswith("y of padded rows[1823, 0] is 1")

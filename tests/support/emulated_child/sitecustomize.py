@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import emulated_driver
 import pytest
 import torch
-from proving import one_element, result_of
+from self_testing import one_element, result_of
 
 GPU = emulated_driver.EmulatedGpu(emulated_driver.A100, 80)
 BUNDLE = Path(os.environ["EMULATED_BUNDLE"])

@@ -12,7 +12,7 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
-from pretuned.runtime.inspect.prover import serve
+from pretuned.runtime.inspect.self_test_child import serve
 
 
 def test(_device: int, _path: str, _digest: str, index: int) -> str | None:
@@ -30,6 +30,6 @@ def test(_device: int, _path: str, _digest: str, index: int) -> str | None:
     return "y[0, 0] is 1, wanted 2" if how == "wrong" else None
 
 
-if "pretuned.runtime.inspect.prover" in sys.orig_argv:
+if "pretuned.runtime.inspect.self_test_child" in sys.orig_argv:
     serve(Connection(int(sys.orig_argv[-1])), test)
     os._exit(0)

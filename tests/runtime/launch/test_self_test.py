@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import emulated_kernels
-import proving
 import pytest
+import self_testing
 import torch
 from emulated_driver import EmulatedGpu, Launch, emulated, forget
 from emulated_kernels import variant_and_code
@@ -27,11 +27,11 @@ from pretuned.kernels.activations import KINDS
 from pretuned.kernels.rowops import MAKES_CODES, RowOpSpec
 from pretuned.kernels.spec import Config
 from pretuned.kernels.spec import Spec as KernelSpec
-from pretuned.runtime import explain, grouped_gemm, preload, reload, self_tests
+from pretuned.runtime import explain, grouped_gemm, preload, reload, self_test_results
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.snapshot import Snapshot
 from pretuned.runtime.driver import cuda
-from pretuned.runtime.launch import loader, proof
+from pretuned.runtime.launch import loader, self_test
 from pretuned.runtime.launch.gemm import LoadedKernel, load_kernel
 from pretuned.runtime.launch.rowops import launcher
 
@@ -78,7 +78,7 @@ def test_right_code_is_right(
     op: Op, fusion: Fusion, layout: Layout, alignment: int, config: Config, gpu: EmulatedGpu
 ) -> None:
     """Against the launches of host_gpu.py, which know nothing of the trial: no right code is ever left out."""
-    assert proof.tried(code(gpu, op, fusion, layout, alignment, config)) is None
+    assert self_test.tried(code(gpu, op, fusion, layout, alignment, config)) is None
     assert len(gpu.launches) >= 2
 
 
@@ -99,8 +99,8 @@ def nan_of_another(result: int, words: dict[str, int]) -> None:
 @every_form
 def test_wrong_code_is_found_and_what_it_did_is_reported(op: Op, fusion: Fusion, gpu: EmulatedGpu) -> None:
     kernel = code(gpu, op, fusion, Layout.NK, 16)
-    proving.spoil(gpu, kernel.variant.cubin_sha256, proving.one_element)
-    assert "elements are wrong" in str(proof.tried(kernel))
+    self_testing.spoil(gpu, kernel.variant.cubin_sha256, self_testing.one_element)
+    assert "elements are wrong" in str(self_test.tried(kernel))
 
 
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.DW])
@@ -109,14 +109,14 @@ def test_memory_beside_the_result_and_rows_of_nan_are_looked_at(
     op: Op, spoil: Callable[..., None], message: str, gpu: EmulatedGpu
 ) -> None:
     kernel = code(gpu, op, Fusion.NONE, Layout.NK, 16)
-    proving.spoil(gpu, kernel.variant.cubin_sha256, spoil)
-    assert message in str(proof.tried(kernel))
+    self_testing.spoil(gpu, kernel.variant.cubin_sha256, spoil)
+    assert message in str(self_test.tried(kernel))
 
 
 def test_what_lies_beside_the_rows_stays_and_is_tested(gpu: EmulatedGpu) -> None:
     kernel = code(gpu, Op.FORWARD, Fusion.NONE, Layout.NK, 16)
-    proving.spoil(gpu, kernel.variant.cubin_sha256, last_column)
-    assert "wanted left as it was" in str(proof.tried(kernel))
+    self_testing.spoil(gpu, kernel.variant.cubin_sha256, last_column)
+    assert "wanted left as it was" in str(self_test.tried(kernel))
 
 
 def test_an_expert_without_rows_needs_zeros_in_dw(gpu: EmulatedGpu) -> None:
@@ -126,16 +126,16 @@ def test_an_expert_without_rows_needs_zeros_in_dw(gpu: EmulatedGpu) -> None:
     def leaves(result: int, words: dict[str, int]) -> None:
         at(result + 4 * 264 * 200, 1)[0] = 1e-3  # the second expert's
 
-    proving.spoil(gpu, kernel.variant.cubin_sha256, leaves)
-    assert "wanted 0 (1 of" in str(proof.tried(kernel))
+    self_testing.spoil(gpu, kernel.variant.cubin_sha256, leaves)
+    assert "wanted 0 (1 of" in str(self_test.tried(kernel))
 
 
 def test_dw_of_codes(gpu: EmulatedGpu) -> None:
     (config,) = hopper_w8a8_block.WEIGHT_CONFIGS
     kernel = gpu.load(KernelSpec(Op.DW, DType.FP8_BLOCK, config))
-    assert proof.tried(kernel) is None
-    proving.spoil(gpu, kernel.variant.cubin_sha256, lambda result, _: proving.one_bit(result + 1, {}))
-    assert "elements are wrong" in str(proof.tried(kernel))
+    assert self_test.tried(kernel) is None
+    self_testing.spoil(gpu, kernel.variant.cubin_sha256, lambda result, _: self_testing.one_bit(result + 1, {}))
+    assert "elements are wrong" in str(self_test.tried(kernel))
 
 
 def row_kernel(gpu: EmulatedGpu, op: RowOp, alignment: int) -> LoadedKernel:
@@ -180,17 +180,17 @@ def test_an_activation_with_another_number_is_found(
         real(of, grid, block, pointers, (*others, flags, *words))
 
     monkeypatch.setitem(PASSES, op, wrong)
-    assert "elements are wrong" in str(proof.tried(row_kernel(gpu, op, 16)))
+    assert "elements are wrong" in str(self_test.tried(row_kernel(gpu, op, 16)))
 
 
 @pytest.mark.parametrize("alignment", [16, 1])
 @pytest.mark.parametrize("op", [op for op in RowOp if op not in rowops.WEIGHT_OPS])
 def test_passes_over_rows(op: RowOp, alignment: int, gpu: EmulatedGpu) -> None:
     kernel = row_kernel(gpu, op, alignment)
-    assert proof.tried(kernel) is None
-    how = proving.one_bit if op in MAKES_CODES else proving.one_element
-    proving.spoil(gpu, kernel.variant.cubin_sha256, how)
-    assert "elements are wrong" in str(proof.tried(kernel))
+    assert self_test.tried(kernel) is None
+    how = self_testing.one_bit if op in MAKES_CODES else self_testing.one_element
+    self_testing.spoil(gpu, kernel.variant.cubin_sha256, how)
+    assert "elements are wrong" in str(self_test.tried(kernel))
 
 
 @pytest.fixture
@@ -204,22 +204,22 @@ def bf16_by_default() -> Iterator[None]:
 @pytest.mark.parametrize("op", [op for op in RowOp if op not in rowops.WEIGHT_OPS])
 def test_row_kernels_are_right_whatever_the_default_dtype(op: RowOp, bf16_by_default: None, gpu: EmulatedGpu) -> None:
     """A right kernel found wrong would be left out for good on this machine."""
-    assert proof.tried(row_kernel(gpu, op, 16)) is None
+    assert self_test.tried(row_kernel(gpu, op, 16)) is None
 
 
 @pytest.mark.parametrize("spec", rowops.weight_specs(tuple(DType)), ids=str)
 def test_kernels_of_weights_are_right_whatever_the_default_dtype(
     spec: RowOpSpec, bf16_by_default: None, gpu: EmulatedGpu
 ) -> None:
-    assert proof.tried(gpu.load(spec)) is None
+    assert self_test.tried(gpu.load(spec)) is None
 
 
 @pytest.mark.parametrize("spec", rowops.weight_specs(tuple(DType)), ids=str)
 def test_kernels_of_weights(spec: RowOpSpec, gpu: EmulatedGpu) -> None:
     kernel = gpu.load(spec)
-    assert proof.tried(kernel) is None
-    proving.spoil(gpu, kernel.variant.cubin_sha256, proving.one_bit)
-    assert "elements are wrong" in str(proof.tried(kernel))
+    assert self_test.tried(kernel) is None
+    self_testing.spoil(gpu, kernel.variant.cubin_sha256, self_testing.one_bit)
+    assert "elements are wrong" in str(self_test.tried(kernel))
 
 
 def test_a_trial_has_none_of_the_callers_modes(gpu: EmulatedGpu) -> None:
@@ -231,15 +231,15 @@ def test_a_trial_has_none_of_the_callers_modes(gpu: EmulatedGpu) -> None:
         modes = torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()
         seen.append((threading.current_thread().name, *modes))
 
-    proving.spoil(gpu, kernel.variant.cubin_sha256, look)
+    self_testing.spoil(gpu, kernel.variant.cubin_sha256, look)
     before = torch.get_rng_state()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
-            assert proof.tried(kernel) is None
+            assert self_test.tried(kernel) is None
     finally:
         torch.set_default_dtype(torch.float32)
-    assert set(seen) == {("pretuned-proof", False, False)}
+    assert set(seen) == {("pretuned-self-test", False, False)}
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -247,7 +247,7 @@ def test_a_launch_that_the_driver_refuses_is_no_result(gpu: EmulatedGpu) -> None
     kernel = code(gpu, Op.FORWARD, Fusion.NONE, Layout.NK, 16)
     gpu.refuses[kernel.variant.cubin_sha256] = 701
     with pytest.raises(CudaError, match="CUDA error 701, too many resources requested for launch"):
-        proof.tried(kernel)
+        self_test.tried(kernel)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_code_that_does_nothing_is_found_whatever_it_is(name: str) -> None:
             if kind not in kinds:
                 kinds.add(kind)
                 before = len(gpu.launches)
-                wrong = proof.tried(load_kernel(variant, file.cubin(i), 0, 132, name))
+                wrong = self_test.tried(load_kernel(variant, file.cubin(i), 0, 132, name))
                 assert wrong is not None
                 assert "wrong" in wrong, wrong
                 assert len(gpu.launches) > before, wrong
@@ -339,15 +339,15 @@ class Machine(EmulatedGpu):
 
     def anew(self, *, driver: int = L40S.driver) -> None:
         """Another process begins."""
-        self_tests._memory.__init__()  # type: ignore[misc]
+        self_test_results._memory.__init__()  # type: ignore[misc]
         forget()
         self.gpu = L40S._replace(driver=driver)
         self.launches.clear()
         reload()
 
-    def spoil(self, *indices: int, tag: str = "a", spoil: Callable[..., None] = proving.one_element) -> None:
+    def spoil(self, *indices: int, tag: str = "a", spoil: Callable[..., None] = self_testing.one_element) -> None:
         for index in indices:
-            proving.spoil(self, digest(tag, index), spoil)
+            self_testing.spoil(self, digest(tag, index), spoil)
 
     def call(self, rows: int = M) -> bool:
         """Return True if a product is right."""
@@ -489,7 +489,7 @@ def test_what_was_measured_on_this_capability_is_used_as_it_is(machine: Machine)
     machine.anew()
     assert machine.call()
     assert machine.tried == []
-    assert self_tests._memory.read == set()
+    assert self_test_results._memory.read == set()
     assert "tested on NVIDIA L4" in str(explain(PROBLEM, M=M))
 
 

@@ -23,8 +23,8 @@ from ..ops.low_rank import Adapters, Lora, LowRank, as_read
 from ..ops.routing import Routing
 from ..weights.expert_weights import key_of
 from ..weights.quantized_rows import QuantizedRows
-from .coded_rows import refusal
 from .layer_plan import plan_layer
+from .quantized_rows import refusal
 
 
 def low_rank_of(lora: Lora, x: torch.Tensor, m_sizes: torch.Tensor, N: int | None = None) -> LowRank:

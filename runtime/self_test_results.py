@@ -5,7 +5,7 @@ go wrong during a test (a file vanishes, the process is killed) is no result, an
 
 A result holds for one variant (all of its record, its cubin's digest among it), one kind of GPU and one driver. The
 process keeps it, and a small file of the user's overlay, one for each kind of GPU and driver. Where two results
-disagree, wrong stays. ``launch/proof.py`` runs the tests.
+disagree, wrong stays. ``launch/self_test.py`` runs the tests.
 """
 
 from __future__ import annotations

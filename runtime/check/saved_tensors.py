@@ -22,7 +22,7 @@ INDICES = (torch.int32, torch.int64)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-# Of each saved tensor, None of none.
+# For each saved tensor; None if there is none.
 Kinds: TypeAlias = "tuple[tuple[torch.dtype, torch.Size, torch.device] | None, ...]"
 
 
@@ -123,7 +123,7 @@ class Saved(NamedTuple):
         return tensor if tensor.dtype is dtype else self._checked(name, tensor, tuple(tensor.shape), (dtype,))
 
     def rows(self, name: str, tensor: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-        """A matrix, checked like ``whole``; its rows may be apart."""
+        """Return a matrix, checked like ``whole``; its rows may be strided."""
         tensor = self._checked(name, tensor, shape, ())
         return tensor if rows_usable(tensor) else tensor.contiguous()
 

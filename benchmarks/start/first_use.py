@@ -1,7 +1,7 @@
 """Check on a GPU that a bundle built elsewhere runs correctly at once, without Triton and without a compiler.
 
     aot build --models models.txt --models catalogue --sm 90 --out bundles        (any machine)
-    PRETUNED_BUNDLES=bundles python benchmarks/run.py proof --out results/proof.json   (the GPU machine)
+    PRETUNED_BUNDLES=bundles python benchmarks/run.py first_use --out results/proof.json   (the GPU machine)
 
 Each step runs in a process of its own:
 
@@ -198,7 +198,7 @@ def bundle_files() -> list[Path]:
 def run_step(name: str, prefix: tuple[str, ...] = (), env: dict[str, str] | None = None) -> dict[str, Any]:
     env = dict(os.environ if env is None else env) | {"BEGUN": repr(time.time())}
     done = subprocess.run(
-        [*prefix, sys.executable, str(RUN), "proof", "--step", name],
+        [*prefix, sys.executable, str(RUN), "first_use", "--step", name],
         env=env,
         stdout=subprocess.PIPE,
         text=True,

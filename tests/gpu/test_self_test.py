@@ -1,6 +1,6 @@
 """Code is tested on a real GPU: all that ships for it is right, a cubin under another's record is found and left out.
 
-    python -m pytest -q tests/gpu/test_prove.py
+    python -m pytest -q tests/gpu/test_self_test.py
 
 It takes the bundles that ship, and needs a GPU of a capability that one was measured on: 9.0.
 """
@@ -39,10 +39,10 @@ from pretuned.artifacts.records import (
     bucket_of,
 )
 from pretuned.kernels import reference
-from pretuned.runtime import explain, grouped_gemm, preload, reload, self_tests
+from pretuned.runtime import explain, grouped_gemm, preload, reload, self_test_results
 from pretuned.runtime.driver.device import device as device_of
 from pretuned.runtime.driver.device import local_gpu
-from pretuned.runtime.launch import proof
+from pretuned.runtime.launch import self_test
 from pretuned.runtime.launch.loader import loaded
 
 SHIPPED = sorted(Path(str(files("pretuned.artifacts"))).glob("bundles/*.msgpack"))
@@ -74,7 +74,7 @@ def test_all_that_ships_is_found_right(path: Path) -> None:
         for index, variant in enumerate(bundle.variants()):
             kernel = loaded(bundle, index, 0, local_gpu(0).gpu.sm_count)
             began = time.perf_counter()
-            reason = proof.tried(kernel)
+            reason = self_test.tried(kernel)
             took.append((time.perf_counter() - began) * 1e3)
             if reason is not None:
                 wrong[f"{index} {variant.op.value} {variant.dtype.value} {variant.fusion}"] = reason
@@ -174,7 +174,7 @@ class Machine:
 
     def anew(self) -> None:
         """Forget the state, like a new process."""
-        self_tests._memory.__init__()  # type: ignore[misc]
+        self_test_results._memory.__init__()  # type: ignore[misc]
         device_of(0).trusted.clear()
         self.trials.clear()
         reload()
@@ -182,7 +182,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine]:
-    with calls_of(proof.tried) as trials:
+    with calls_of(self_test.tried) as trials:
         yield Machine(monkeypatch, tmp_path, trials)
 
 
@@ -256,13 +256,13 @@ def test_a_trial_goes_on_beside_a_capture_of_another_thread(machine: Machine) ->
     inputs = operands()
     kernel_of = open_bundle(machine.path)
     kernel = loaded(kernel_of, 1, 0, local_gpu(0).gpu.sm_count)
-    assert proof.tried(kernel) is None  # what torch loads late is there
+    assert self_test.tried(kernel) is None  # what torch loads late is there
     a = torch.ones(8, device="cuda")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         b = a + 1
-        assert proof.tried(kernel) is None
+        assert self_test.tried(kernel) is None
         c = b * 2
     graph.replay()
     assert c.tolist() == [4.0] * 8
@@ -287,7 +287,7 @@ def test_what_ships_for_this_gpu_costs_no_trial(machine: Machine, monkeypatch: p
     grouped_gemm(x, w, rows)
     assert "tested on NVIDIA" in str(explain(x, w, rows))
     assert machine.tried == 0
-    assert not self_tests._memory.results
+    assert not self_test_results._memory.results
 
 
 def test_the_command_finds_what_is_wrong_and_what_faults(tmp_path: Path) -> None:

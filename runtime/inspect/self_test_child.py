@@ -1,4 +1,4 @@
-"""The child process of ``prove.py``: tests variants one after another, and sends a message of JSON after each.
+"""The child process of ``self_test_all.py``: tests variants one after another, and sends a message of JSON after each.
 
 The pipe is its own: what kernels print on the standard output is no result. A first, empty message says that the
 process is ready; then it takes a list of variants.
@@ -53,7 +53,7 @@ def main() -> None:
     """Test on the GPU, by the pipe whose descriptor is the first argument (what imports torch is imported here)."""
     from ..driver.device import local_gpu
     from ..launch.loader import loaded
-    from ..launch.proof import tried
+    from ..launch.self_test import tried
 
     def test(device: int, path: str, digest: str, index: int) -> str | None:
         with of_digest(path, digest) as bundle:

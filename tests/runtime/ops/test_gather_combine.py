@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pretuned.artifacts.records import RowOp
 from pretuned.kernels import rowops as contract
-from pretuned.runtime.ops import tokens
+from pretuned.runtime.ops import gather_combine
 
 LARGE = 128 << 20
 
@@ -45,7 +45,7 @@ def test_every_index_gives_its_rows(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contract, "BY_TOKEN_LEAST_BYTES", 1 << 40 if old else 0)
         device.launches.clear()
-        got = tokens.gather(x, index, top_k, bounds)
+        got = gather_combine.gather(x, index, top_k, bounds)
     assert torch.equal(got[:end], x[index.long() // top_k][:end])
     once = not old and top_k > 1 and 2 * len(picked) >= T * top_k
     assert device.passed == [RowOp.GATHER] * (2 if once else 1)

@@ -1,7 +1,8 @@
 """``python -m pretuned.runtime --self-test``: test all kernels that were never run on these GPUs' capability.
 
 A first use tests code, too, but in the process that serves: code that hangs or faults takes that along. Here child
-processes test it, and where one ends the next goes on after it. Results are remembered (``runtime/self_tests.py``).
+processes test it. If a child dies, the next goes on after the kernel that ended it. ``runtime/self_test_results.py``
+keeps the results.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from typing import Any
 from ...artifacts.errors import CudaError, HostError
 from ...artifacts.limits import printable
 from ...artifacts.records import LocalGpu
-from .. import self_tests
+from .. import self_test_results
 from ..dispatch import snapshot as dispatch_snapshot
 from .doctor import Untested, gpus_and_driver, survey
 
-CHILD: tuple[str, ...] = (sys.executable, "-m", "pretuned.runtime.inspect.prover")
+CHILD: tuple[str, ...] = (sys.executable, "-m", "pretuned.runtime.inspect.self_test_child")
 SILENT_S = 300.0  # longest silence of a child: it imports torch from a slow disk, and a hanging kernel takes 30 s
 _END_S = 10.0  # wait for the child to end after it was asked to
 _MOST_LOST = 3  # stop after so many variants in a row lose their process in one way: it is not the variants' fault
@@ -55,7 +56,7 @@ class GpuSelfTest:
 
 @dataclass(frozen=True, slots=True)
 class SelfTestReport:
-    """The report of ``prove``."""
+    """The report of ``run``."""
 
     gpus: tuple[GpuSelfTest, ...]
 
@@ -65,7 +66,7 @@ class SelfTestReport:
         return not any(result.wrong or result.untested for result in self.gpus)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values."""
+        """Return the report as plain values."""
         return {"ok": self.ok, "gpus": [asdict(result) for result in self.gpus]}
 
     def __str__(self) -> str:
@@ -91,10 +92,10 @@ def examine() -> SelfTestReport:
         gpus, _ = gpus_and_driver()
     except CudaError:  # no driver
         gpus = ()
-    return prove(gpus)
+    return run(gpus)
 
 
-def prove(gpus: Sequence[LocalGpu]) -> SelfTestReport:
+def run(gpus: Sequence[LocalGpu]) -> SelfTestReport:
     """Test all that is left on these GPUs, one after another. Raises as ``examine`` does."""
     snapshot = dispatch_snapshot.snapshot()
     results = []
@@ -102,7 +103,9 @@ def prove(gpus: Sequence[LocalGpu]) -> SelfTestReport:
         began, untested = time.perf_counter(), Counter[str]()
         for entry, wrong, reason in _results(device, survey(snapshot, local).left):
             if reason is None:
-                self_tests.note(entry.variant, local, self_tests.result_of_today(wrong is None, wrong or ""))
+                self_test_results.note(
+                    entry.variant, local, self_test_results.result_of_today(wrong is None, wrong or "")
+                )
             else:
                 untested[reason] += 1
         snapshot.reconsider()
@@ -116,9 +119,9 @@ def prove(gpus: Sequence[LocalGpu]) -> SelfTestReport:
 
 
 def _results(device: int, left: Sequence[Untested]) -> Iterator[tuple[Untested, str | None, str | None]]:
-    """(variant, what it gets wrong, why it could not be tested) of each; both None of a right variant.
+    """Yield (variant, fault, reason why it could not be tested) of each; both are None for a right variant.
 
-    A child that ends is followed by another, which goes on with the next variant.
+    If a child ends, another goes on with the next variant.
     """
     done, lost, last = 0, 0, ""  # lost: how many children in a row ended in the way ``last``
     while done < len(left):
@@ -149,7 +152,7 @@ def _results(device: int, left: Sequence[Untested]) -> Iterator[tuple[Untested, 
 
 @contextlib.contextmanager
 def _child() -> Iterator[tuple[subprocess.Popen[bytes], Connection, Callable[[], str]]]:
-    """A process that tests variants (``prover.py``), its pipe, and a function that gives its last line on stderr."""
+    """A process that tests variants (``self_test_child.py``), its pipe, and a function for its last line on stderr."""
     pipe, theirs = multiprocessing.Pipe()
     with pipe, tempfile.TemporaryFile() as errors:
 
@@ -172,7 +175,7 @@ def _child() -> Iterator[tuple[subprocess.Popen[bytes], Connection, Callable[[],
             yield process, pipe, last_words
         finally:
             process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the driver holds is left to it
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a process that hangs in the driver can't be ended
                 process.wait(_END_S)
 
 

@@ -17,8 +17,8 @@ from small_bundles import ON_A100, ON_L40S, SPECS, variant
 from pretuned.artifacts.locking import lock
 from pretuned.artifacts.publishing import read_checked, write_checked
 from pretuned.artifacts.records import LocalGpu
-from pretuned.runtime import reload, self_tests
-from pretuned.runtime.self_tests import is_wrong, note, path_of, recorded, result_of_today
+from pretuned.runtime import reload, self_test_results
+from pretuned.runtime.self_test_results import is_wrong, note, path_of, recorded, result_of_today
 
 ONE, OTHER = variant(SPECS[0], b"one"), variant(SPECS[0], b"other")
 RIGHT, WRONG = result_of_today(True), result_of_today(False, "y[0, 0] is 1, wanted 2")
@@ -26,7 +26,7 @@ RIGHT, WRONG = result_of_today(True), result_of_today(False, "y[0, 0] is 1, want
 
 def anew() -> Any:
     """The module as the next process has it: a second copy, which knows nothing yet."""
-    return copy_of(self_tests)
+    return copy_of(self_test_results)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_wrong_once_is_wrong_for_good(overlay: Path) -> None:
 
 
 def test_what_a_process_could_not_test_is_no_other_processs_business(overlay: Path) -> None:
-    self_tests.leave_out(ONE, ON_A100)
+    self_test_results.leave_out(ONE, ON_A100)
     assert is_wrong(ONE, ON_A100)
     assert recorded(ONE, ON_A100) is None
     note(OTHER, ON_A100, RIGHT)
@@ -136,7 +136,7 @@ def test_where_nothing_can_be_written_the_process_knows_it_alone(
 ) -> None:
     overlay.parent.mkdir(parents=True)
     overlay.write_text("no directory")
-    with caplog.at_level(logging.INFO, "pretuned.runtime.self_tests"):
+    with caplog.at_level(logging.INFO, "pretuned.runtime.self_test_results"):
         note(ONE, ON_A100, WRONG)
         note(OTHER, ON_A100, RIGHT)
     assert [record.levelno for record in caplog.records] == [logging.INFO]
@@ -196,7 +196,7 @@ def test_of_very_many_the_wrong_ones_stay(overlay: Path) -> None:
     head, rows = json.loads(read_checked(path) or b"")
     rows += [[f"{number:064x}", True, "2026-01-04", ""] for number in range(4093)]
     write_checked(path, json.dumps([head, rows]).encode())
-    self_tests.forget()
+    self_test_results.forget()
     for number in (0, 2, 3, 4):
         note(variants[number], ON_A100, RIGHT._replace(day=f"2026-01-0{2 * number + 1}"))
     process = anew()

@@ -17,10 +17,10 @@ from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.records import Choice, DType, LocalGpu, Op, Problem, Source
 from pretuned.kernels.spec import Config, Spec
 from pretuned.runtime import __main__ as command
-from pretuned.runtime import reload, self_tests
+from pretuned.runtime import reload, self_test_results
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.dispatch.snapshot import Snapshot
-from pretuned.runtime.inspect import doctor, prove
+from pretuned.runtime.inspect import doctor, self_test_all
 from pretuned.runtime.inspect.doctor import report, survey
 from pretuned.runtime.settings import Settings
 
@@ -69,7 +69,7 @@ def make(clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 def test_what_is_wrong_or_faults_is_left_out_and_the_rest_goes_on(make: Make) -> None:
     taken = make("right", "wrong", "fault", "right", "unusable", "right")
     assert len(survey(taken, ON_A100).left) == 6
-    report = prove.prove([ON_A100])
+    report = self_test_all.run([ON_A100])
     (gpu,) = report.gpus
     assert not report.ok
     assert (gpu.tested_before, gpu.passed) == (0, 3)
@@ -81,16 +81,16 @@ def test_what_is_wrong_or_faults_is_left_out_and_the_rest_goes_on(make: Make) ->
         assert "Please file this line" in line
         assert f"wrong     {line}" in str(report)
     assert [entry.index for entry in survey(taken, ON_A100).left] == [4]
-    assert len(self_tests.left_out(ON_A100)) == 2
+    assert len(self_test_results.left_out(ON_A100)) == 2
     make("die", "die", "die", "die", "right", "die", scripted=True)  # what was tested is not run again
-    (gpu,) = prove.prove([ON_A100]).gpus
+    (gpu,) = self_test_all.run([ON_A100]).gpus
     assert (gpu.passed, len(gpu.wrong), gpu.untested) == (4, 2, ())
 
 
 @pytest.mark.slow
 def test_what_says_nothing_about_the_code_is_reported_once_and_tried_again(make: Make) -> None:
     taken = make("right", "killed", "die", "exit", "broken", "broken", "right", "right", "wrong", scripted=True)
-    report = prove.prove([ON_A100])
+    report = self_test_all.run([ON_A100])
     (gpu,) = report.gpus
     assert not report.ok
     assert gpu.passed == 3
@@ -102,10 +102,10 @@ def test_what_says_nothing_about_the_code_is_reported_once_and_tried_again(make:
         "1 kernel: the process that tested it ended by SIGKILL",
     ]
     assert f"untested  {gpu.untested[0]}. Run this again to test them" in str(report)
-    assert len(self_tests.left_out(ON_A100)) == 1
+    assert len(self_test_results.left_out(ON_A100)) == 1
     assert [entry.index for entry in survey(taken, ON_A100).left] == [1, 2, 3, 4, 5]
     make(*["right"] * 9, scripted=True)
-    (gpu,) = prove.prove([ON_A100]).gpus
+    (gpu,) = self_test_all.run([ON_A100]).gpus
     assert (gpu.passed, gpu.untested) == (8, ())
 
 
@@ -116,11 +116,11 @@ def test_a_kernel_whose_code_is_damaged_is_not_wrong(make: Make, clean_places: P
     data, (_, image) = path.read_bytes(), emulated_kernels.variant_and_code(SPECS[1], 80, "1")
     assert image in data
     path.write_bytes(data.replace(image, image[:-1] + b"?"))
-    (gpu,) = prove.prove([ON_A100]).gpus
+    (gpu,) = self_test_all.run([ON_A100]).gpus
     assert (gpu.passed, gpu.wrong) == (1, ())
     (line,) = gpu.untested
     assert line.startswith("1 kernel: bundle ")
-    assert self_tests.left_out(ON_A100) == ()
+    assert self_test_results.left_out(ON_A100) == ()
     assert [entry.index for entry in survey(taken, ON_A100).left] == [1]
 
 
@@ -128,19 +128,19 @@ def test_a_kernel_whose_code_is_damaged_is_not_wrong(make: Make, clean_places: P
 @pytest.mark.parametrize("how", ["republished", "removed"])
 def test_a_bundle_whose_file_goes_is_not_wrong(how: str, make: Make) -> None:
     taken = make("right", how, *["right"] * 8)
-    (gpu,) = prove.prove([ON_A100]).gpus
+    (gpu,) = self_test_all.run([ON_A100]).gpus
     assert (gpu.passed, gpu.wrong) == (2, ())
     (line,) = gpu.untested
     assert line.startswith("8 kernels: ")
     assert "a.msgpack" in line
-    assert self_tests.left_out(ON_A100) == ()
+    assert self_test_results.left_out(ON_A100) == ()
     assert len(survey(taken, ON_A100).left) == 8
 
 
 @pytest.mark.slow
 def test_of_many_reasons_some_are_listed(make: Make) -> None:
     make(300, 300, *range(301, 311))  # CUDA's errors of launches
-    (gpu,) = prove.prove([ON_A100]).gpus
+    (gpu,) = self_test_all.run([ON_A100]).gpus
     assert gpu.untested[0].startswith("2 kernels: cuLaunchKernelEx")
     assert "CUDA error 300" in gpu.untested[0]
     assert "CUDA error 301" in gpu.untested[1]
@@ -152,7 +152,7 @@ def test_of_many_reasons_some_are_listed(make: Make) -> None:
 def test_the_process_itself_without_a_gpu(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     make("right", "right")
     monkeypatch.delenv("PYTHONPATH")
-    (gpu,) = prove.prove([ON_A100]).gpus
+    (gpu,) = self_test_all.run([ON_A100]).gpus
     (line,) = gpu.untested
     assert line.startswith("2 kernels: no CUDA driver")
 
@@ -160,7 +160,7 @@ def test_the_process_itself_without_a_gpu(make: Make, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_where_three_processes_are_killed_it_gives_up_and_nothing_is_wrong(make: Make) -> None:
     taken = make(*["killed"] * 3, *["right"] * 3, scripted=True)
-    (gpu,) = prove.prove([ON_A100]).gpus
+    (gpu,) = self_test_all.run([ON_A100]).gpus
     assert gpu.untested == ("6 kernels: the process that tested it ended by SIGKILL",)
     assert len(survey(taken, ON_A100).left) == 6
 
@@ -169,11 +169,11 @@ def test_where_three_processes_are_killed_it_gives_up_and_nothing_is_wrong(make:
 def test_a_process_that_says_nothing_is_ended_and_its_variant_tested_again(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel that hangs is a result of launch/trials.py; a process that hangs otherwise is none."""
-    monkeypatch.setattr(prove, "SILENT_S", 10.0)  # of five minutes
-    monkeypatch.setattr(prove, "_END_S", 0.2)
+    """A kernel that hangs is a result of launch/self_test_problems.py; a process that hangs otherwise is none."""
+    monkeypatch.setattr(self_test_all, "SILENT_S", 10.0)  # of five minutes
+    monkeypatch.setattr(self_test_all, "_END_S", 0.2)
     taken = make("right", "hang", "right", scripted=True)
-    (gpu,) = prove.prove([ON_A100]).gpus
+    (gpu,) = self_test_all.run([ON_A100]).gpus
     assert (gpu.passed, gpu.wrong) == (2, ())
     assert gpu.untested == ("1 kernel: the process that tested it said nothing for 10 s",)
     assert [entry.index for entry in survey(taken, ON_A100).left] == [1]
@@ -189,7 +189,7 @@ def test_what_code_prints_is_no_verdict_and_a_pause_no_hang(make: Make) -> None:
     assert len(survey(taken, ON_A100).left) == 4  # what ships was unpacked
     tracemalloc.start()
     try:
-        (gpu,) = prove.prove([ON_A100]).gpus
+        (gpu,) = self_test_all.run([ON_A100]).gpus
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
@@ -203,11 +203,11 @@ def test_a_child_that_cannot_begin_proves_nothing(make: Make, monkeypatch: pytes
     (tmp_path / "sitecustomize.py").write_text("import os\nos.write(2, b'no torch here')\nos._exit(1)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(HostError, match="could not begin: no torch here"):
-        prove.prove([ON_A100])
+        self_test_all.run([ON_A100])
     monkeypatch.setenv("TOO_LONG", "x" * (1 << 20))  # for an environment of Linux
     with pytest.raises(HostError, match=f"can't start '{sys.executable}': Argument list too long"):
-        prove.prove([ON_A100])
-    assert self_tests.left_out(ON_A100) == ()
+        self_test_all.run([ON_A100])
+    assert self_test_results.left_out(ON_A100) == ()
 
 
 def test_what_was_measured_elsewhere_on_the_capability_is_not_run(make: Make) -> None:

@@ -43,7 +43,7 @@ _TORCH = dict.fromkeys(DType, torch.bfloat16) | {  # the dtype of x and y
     DType.TF32: torch.float32,
 }
 
-_Check: TypeAlias = "tuple[str, torch.Tensor, torch.Tensor, float]"  # (what it is, got, wanted, the most it may be off)
+_Check: TypeAlias = "tuple[str, torch.Tensor, torch.Tensor, float]"  # (name, got, wanted, largest allowed difference)
 _Checks: TypeAlias = "Iterator[_Check]"  # each is compared before the next launch
 
 
@@ -667,7 +667,7 @@ def _quantize_columns(on: _RowKernel) -> _Checks:
 
 # The row kernels of weights: their results are torch's bits.
 
-_W = E, N, K = 2, 128, 192  # of blocks of 64, and of no whole tile
+_W = E, N, K = 2, 128, 192  # whole blocks of 64, no whole tile
 _AFTER = _full(64, dtype=torch.uint8, value=0x5A)  # behind a result
 _FLOATS = {torch.bfloat16: 0, torch.float16: rowops.FP16_WEIGHTS, torch.float32: rowops.FP32_WEIGHTS}
 _LAYOUTS = {"": 0, "prepared ": rowops.PREPARED}
@@ -685,7 +685,7 @@ def _w(dtype: torch.dtype, columns: int = K) -> torch.Tensor:
 def _quantised(on: _RowKernel) -> Iterator[tuple[str, int, torch.Tensor, ExpertWeights]]:
     """Each layout of codes, in words and as flags, with w of each dtype, and with what torch quantises it to."""
     scale = on.kind.precision.w.scale
-    whole = scale is not None and scale.columns == 2 * 64  # which prepared weights have
+    whole = scale is not None and scale.columns == 2 * 64  # as prepared weights have them
     for (dtype, flag), (layout, prepared) in itertools.product(_FLOATS.items(), _LAYOUTS.items()):
         w = _w(dtype, 2 * K if prepared and whole else K)
         weights = ExpertWeights.quantize(w, on.kind.value)

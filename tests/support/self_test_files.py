@@ -1,9 +1,9 @@
 """Proves every variant of some files of bundles or candidates on this GPU, also under a tool that watches its memory.
 
-    python tests/support/prove_files.py artifacts/bundles/*sm90.msgpack*
-    compute-sanitizer --error-exitcode 9 python tests/support/prove_files.py artifacts/bundles/*sm90.msgpack*
+    python tests/support/self_test_files.py artifacts/bundles/*sm90.msgpack*
+    compute-sanitizer --error-exitcode 9 python tests/support/self_test_files.py artifacts/bundles/*sm90.msgpack*
 
-Each piece of code runs once, by the problems of ``runtime/launch/trials.py``. What is wrong is told, with exit code 1.
+Each kernel runs the problems of ``runtime/launch/self_test_problems.py`` once. Faults are printed, with exit code 1.
 ``--part 2/8`` takes every eighth, from the second on: the first of each kernel come first, so that a part that is
 stopped has seen most of them. ``--names`` prints a line before each, by which ``tests/gpu/races.py`` knows whose code
 the tool tells of, with the seconds since the first. ``--after FILE`` leaves out the cubins whose SHA-256's
@@ -27,7 +27,7 @@ from pretuned.artifacts.bundle_file import BundleFile, open_bundle
 from pretuned.artifacts.errors import PretunedError
 from pretuned.kernels.arch import arch_of
 from pretuned.runtime.driver.device import local_gpu
-from pretuned.runtime.launch import proof
+from pretuned.runtime.launch import self_test
 from pretuned.runtime.launch.loader import loaded
 
 
@@ -73,7 +73,7 @@ def main() -> int:
             time.sleep(0.02)  # what the tool has to say of the one before is out
             print(f"cubin {variant.cubin_sha256.hex()} {variant.entry} {time.monotonic() - began:.1f}", flush=True)
         try:
-            outcome = proof.tried(loaded(bundle, i, 0, local.gpu.sm_count))
+            outcome = self_test.tried(loaded(bundle, i, 0, local.gpu.sm_count))
         except PretunedError as error:
             outcome = str(error)
         if outcome:

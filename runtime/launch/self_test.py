@@ -2,7 +2,7 @@
 
 A bundle says where a variant was measured, and so tested (``BundleFile.tested_on``). On any other capability, and for
 code that was never measured, ``loader.may_run`` runs a self-test before the first use on a machine: some milliseconds
-on that GPU (``trials.py`` for row kernels, this file for GEMMs). ``runtime/self_tests.py`` keeps the result. A wrong
+on that GPU. ``self_test_problems.py`` has the problems, ``runtime/self_test_results.py`` keeps the result. A wrong
 variant is not used from then on: dispatch selects another, or torch. In a graph capture no test can run, so untested
 code is not used.
 
@@ -23,18 +23,18 @@ from ...artifacts.bundle_file import BundleFile
 from ...artifacts.errors import CudaError
 from ...artifacts.limits import printable
 from ...artifacts.records import LocalGpu, Variant, cuda_version
-from .. import self_tests
+from .. import self_test_results
 from ..driver import cuda
 from ..driver.cuda import Unfinished
 from ..driver.device import device as device_of
 from ..weights.writing import without_kernels
 from . import gemm
-from .trials import TrialPlace, trial, trial_place
+from .self_test_problems import TrialPlace, trial, trial_place
 
 _log = logging.getLogger(__name__)
 
 
-def self_test(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> self_tests.Result | None:
+def self_test(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> self_test_results.Result | None:
     """Test a kernel, keep the result, log a wrong one; None where it could not be tested, which is logged, too."""
     began = time.perf_counter()
     broken = None
@@ -45,7 +45,7 @@ def self_test(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) ->
     except (torch.cuda.OutOfMemoryError, cuda.OutOfMemory, cuda.Unusable):
         raise
     except Exception as error:
-        self_tests.leave_out(kernel.variant, local)
+        self_test_results.leave_out(kernel.variant, local)
         _log.warning(
             "pretuned: could not test %s of %s on %s: %s. This process runs another kernel, or torch, instead; "
             "the next process tests it again",
@@ -55,8 +55,8 @@ def self_test(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) ->
             first_line(error),
         )
         return None
-    result = self_tests.result_of_today(wrong is None, wrong or "")
-    self_tests.note(kernel.variant, local, result)
+    result = self_test_results.result_of_today(wrong is None, wrong or "")
+    self_test_results.note(kernel.variant, local, result)
     if wrong is None:
         _log.info(
             "pretuned: %s passed its self-test on %s, in %.1f ms",
@@ -112,7 +112,7 @@ def tried(kernel: gemm.LoadedKernel) -> str | None:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=work, name="pretuned-proof", daemon=True).start()
+    threading.Thread(target=work, name="pretuned-self-test", daemon=True).start()
     return outcome.result()
 
 
@@ -133,7 +133,7 @@ def _tried(kernel: gemm.LoadedKernel, here: TrialPlace) -> str | None:
                 raise Unfinished(f"{_named(kernel.variant)}: {first_line(after)}") from error
         raise
     finally:
-        device_of(kernel.function.device).counters.forget(here.stream)  # wrong code may have left anything there
+        device_of(kernel.function.device).counters.forget(here.stream)  # a wrong kernel may have overwritten them
 
 
 def first_line(error: BaseException) -> str:
