@@ -20,7 +20,7 @@ def about() -> dict[str, Any]:
 
     ``bundles`` is ``pretuned.runtime.fingerprint()``: the digest of the usable bundles and the GPU.
     """
-    import torch  # some processes time these imports
+    import torch  # here, as some processes time this import
 
     from pretuned.runtime import fingerprint
 

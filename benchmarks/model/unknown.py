@@ -155,7 +155,7 @@ class Order(NamedTuple):
     cell: CellTimes
     times: dict[int, int]  # in ns, by variant
     modelled: list[int]  # all that can run it, by the cost model
-    blended: list[int]  # by the neighbours, too; empty if nothing like it was measured
+    blended: list[int]  # ranked by measured neighbours, too; empty without any
 
 
 def orders(bundle: BundleFile, contents: Contents) -> Iterator[Order]:

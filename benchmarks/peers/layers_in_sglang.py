@@ -52,7 +52,7 @@ OWN, OURS = "own", "pretuned"
 SIDES = {"mxfp4": {OWN: "triton_kernel", "marlin": "marlin", OURS: "triton_kernel"}}
 AUTO = {OWN: "auto", OURS: "auto"}
 SOONEST = ("bf16", "fp8", "mxfp4", "int4")  # by how long what SGLang compiles of a kind takes
-FAR = 0.1  # of another's result: fp8 tokens, quantised twice, are at 0.07
+FAR = 0.1  # limit of the difference from another's result: fp8 tokens, quantised twice, reach 0.07
 _begun = time.monotonic()
 
 
@@ -175,7 +175,7 @@ def layers_of(kind: str, spec: Kind, device: str, sides: dict[str, str], failed:
 
 
 def name_of(layer: Any) -> str | None:
-    """Of the runner of a layer."""
+    """Return the name of a layer's runner."""
     return getattr(layer.runner_backend, "value", None)
 
 

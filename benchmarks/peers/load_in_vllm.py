@@ -258,7 +258,7 @@ def summary(report: dict[str, Any]) -> Iterator[str]:
 
 
 def of_model(args: argparse.Namespace, model: str, files: Path) -> dict[str, Any]:
-    """The loads of a model, in a process of its own."""
+    """Measure the loads of a model in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
         options = {"--vllm": args.vllm, "--packages": args.packages, "--json": out, "--models": model}

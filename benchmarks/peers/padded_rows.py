@@ -157,7 +157,7 @@ def fp8_weights(E: int, N: int, K: int, device: str) -> tuple[ExpertWeights, Exp
 
 
 def cells_of(kind: Kind, device: str, theirs: bool) -> Any:
-    """(what, function of rows that makes its calls), one after another: weights are freed between them."""
+    """Yield (name, function of rows that builds the calls); weights are freed before the next is built."""
     E = kind.E // RANKS
     sizes = {"gate_up": (2 * kind.I, kind.H), "down": (kind.H, kind.I)}
     ups = {name: fp8_weights(E, *size, device) for name, size in sizes.items()}

@@ -35,7 +35,7 @@ from pretuned.runtime.dispatch.snapshot import Snapshot
 FOLDER = Path(__file__).resolve().parents[2] / "artifacts" / "bundles"
 H100, H200 = Gpu("NVIDIA H100 80GB HBM3", 132, 81079, 13000), Gpu("NVIDIA H200", 132, 143155, 13000)
 TOP_KS = (0, 1, 2, 4, 8)
-UNALIGNED = 20  # of so many problems one is decided for unaligned tensors: the cost model takes long
+UNALIGNED = 20  # every so many problems are also decided for unaligned tensors, because the cost model is slow
 INDEXED = Fusion.GATHER | Fusion.SCATTER
 
 

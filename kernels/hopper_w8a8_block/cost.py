@@ -24,7 +24,7 @@ class ScaledConstants(NamedTuple):
 
     start_ns: float
     tile_ns: float  # between two tiles of a program
-    half_ns: float  # 64 rows of a step
+    half_ns: float  # products of 64 rows in a step
     step_ns: float  # barriers of a step
     l2_bytes_per_ns: float
     shallow: float  # share of the products' time that each stage below four adds

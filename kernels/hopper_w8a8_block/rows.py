@@ -36,7 +36,7 @@ from ..gluon.pipeline import (
 )
 from ..gluon.zero_rows import clear_unnamed
 
-ROWS: gl.constexpr = gl.constexpr(128)  # of a tile
+ROWS: gl.constexpr = gl.constexpr(128)  # rows of a tile
 COLUMNS: gl.constexpr = gl.constexpr(256)
 GROUP: gl.constexpr = gl.constexpr(128)  # elements of K, and rows of w, that share a scale
 BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and elements of K, in a block of prepared codes

@@ -109,7 +109,7 @@ def _scales(held, upper: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _quarters(tile):
-    """A tile of 128 columns by 32 columns."""
+    """Split a tile of 128 columns into parts of 32 columns."""
     left, right = parts_of(tile)
     first, second = left.reshape([64, 2, 32]).permute(0, 2, 1).split()
     third, last = right.reshape([64, 2, 32]).permute(0, 2, 1).split()

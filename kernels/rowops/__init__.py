@@ -79,7 +79,7 @@ PLACES = 4
 NAMES = 1
 CLEARED_ROWS = 64
 
-# Of the kernels of weights; kernels/rowops/weights.py has the same.
+# Flags of the weight kernels; kernels/rowops/weights.py has equal values.
 FP16_WEIGHTS = 1
 FP32_WEIGHTS = 2
 PREPARED = 4
@@ -170,7 +170,7 @@ POINTEES = dict.fromkeys(
     **dict.fromkeys(("h", "a", "da", "dh", "x", "y", "out", "bias"), ""),
 }
 _ROW_POINTERS = ("h", "a", "da", "dh", "x", "x_codes", "y", "out", "bias", "codes", "column_codes")
-# Bytes of a row that a thread has at once (of h's gate alone, of each of combine's 8 rows), and warps of a program.
+# Bytes of a row that a thread loads at once (of h: of its gate; of combine: of each of 8 rows), and warps of a program.
 _THREADS = {
     RowOp.GATHER: (32, 4),
     RowOp.ACTIVATION: (16, 4),

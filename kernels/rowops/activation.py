@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The values of kernels/rowops/__init__.py and kernels/activations.py.
+# Flags; kernels/rowops/__init__.py and kernels/activations.py have equal values.
 _KIND: tl.constexpr = tl.constexpr(7)
 _SILU: tl.constexpr = tl.constexpr(0)
 _GELU: tl.constexpr = tl.constexpr(1)

@@ -26,7 +26,7 @@ def _halves(h, at, inside, columns, first, flags, limit, alpha, beta, linear_bet
 
 @triton.jit
 def _larger(left, right):
-    """The larger magnitudes of both halves."""
+    """Return the larger magnitude of each pair."""
     return tl.maximum(tl.abs(left), tl.abs(right))
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..portable_plain.tiles import expert_rows, expert_tiles, locate
 
-# The values of kernels/rowops/__init__.py.
+# Flags; kernels/rowops/__init__.py has equal values.
 _PICKED: tl.constexpr = tl.constexpr(32768)
 _BLOCKS: tl.constexpr = tl.constexpr(65536)
 _EXPERTS: tl.constexpr = tl.constexpr(512)  # the most

@@ -30,7 +30,7 @@ def _experts(ids, i, M, E, ids_step):
 def _before(expert, experts, slots, alone, BLOCK: tl.constexpr):
     """For each slot of a chunk, the number of earlier slots of its expert, plus lower experts' slots unless ``alone``.
 
-    (Each thread has a slot of its own, and looks at all others by itself.)
+    Each thread has one slot and compares it with all others.
     """
     # (expert, slot) is one number: one unsigned comparison counts those from ``least`` up to the slot's own.
     least = tl.where(alone, 0, expert * BLOCK)

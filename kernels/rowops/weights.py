@@ -156,7 +156,7 @@ def _e2m1(even, odd, inverse):
 
 @triton.jit
 def _int4(value, inverse, zero):
-    """The code of int4 of a number, with a zero point (int32). What is clamped is no product for a fused sum."""
+    """Return a number's int4 code, with a zero point (int32). The clamp keeps product and sum from being fused."""
     size = tl.minimum(tl.maximum(value * inverse, -32.0), 32.0)
     code = (size + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + zero
     return tl.minimum(tl.maximum(code, 0), 15)

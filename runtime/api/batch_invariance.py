@@ -57,9 +57,9 @@ class Counted(NamedTuple):
 
 
 def compared(run: Run, tokens: int, sizes: Sequence[int], mixes: int, seed: int = 0) -> dict[str, Counted]:
-    """By the name of each result: whether a token has the same bits in a batch of all ``tokens`` and in others.
+    """Compare a token's bits in a batch of all ``tokens`` with its bits in other batches, by the name of each result.
 
-    Others are the first tokens, of each number in ``sizes``, and ``mixes`` random choices of them in random order.
+    Other batches have the first ``sizes`` tokens each, or are ``mixes`` random choices of tokens in random order.
     """
     generator = torch.Generator().manual_seed(seed)
     batches = [torch.arange(size, device="cpu") for size in sizes]
@@ -121,7 +121,7 @@ class Experts(NamedTuple):
         )
 
     def layer(self, some: torch.Tensor, *, lora: bool = False, expected: bool = False) -> Results:
-        """out of ``moe_mlp`` of some tokens, the same of a call with a gradient, and x's gradient."""
+        """Return ``moe_mlp``'s result for some tokens, its result in a call with a gradient, and x's gradient."""
         at = some.to(self.x.device)
         x, ids, weights = self.x[at], self.ids[at], self.weights[at]
         how: dict[str, Any] = {"lora": self.lora if lora else None}

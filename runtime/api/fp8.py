@@ -115,7 +115,7 @@ def product(
     Raises
     ------
     InputError
-        for tensors that can't be used, and arguments that fp8 does not take.
+        for unusable tensors, and for arguments that fp8 does not support.
     """
     tensors.tensors(m_sizes=m_sizes)
     refused = {"lora": lora is not None, "a kernel_config": form.pinned, "autotune": form.autotune}
@@ -141,7 +141,7 @@ def product(
             y: torch.Tensor = fp8_training.Fp8Gemm.apply(x, w3, call.m_sizes, weights, bias, index, *how)  # type: ignore[no-untyped-call]
             return y
         y = fp8_training.product(call._replace(w=w3), x, fp8, out)
-    if out is not None:  # a launch changes it unseen
+    if out is not None:  # autograd does not see that a launch changes it
         torch.autograd.graph.increment_version(out)
     return y
 

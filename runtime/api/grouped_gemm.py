@@ -1,4 +1,4 @@
-"""``grouped_gemm``: a call that is like an earlier one runs its plan, any other is checked and leaves one.
+"""``grouped_gemm``: a call like an earlier one runs its plan; any other call is checked, run, and stores a plan.
 
 Plans are in one table of the snapshot, by what decides of a call which kernels run and how: ``product_plan.py``
 compares the rest. Any other call is checked, cast for autocast, tuned if asked, then run with its gradient or without.
@@ -34,7 +34,7 @@ _transformed = torch._C._are_functorch_transforms_active
 
 _tracing = torch.compiler.is_dynamo_compiling
 _PLAIN, _UNUSABLE = tensors.PLAIN, tensors.UNUSABLE
-_jit_state = tensors.jit_state  # (within torch.jit.trace no plan's guard lets a tensor through)
+_jit_state = tensors.jit_state  # inside torch.jit.trace no plan's guard accepts a tensor
 _duals = tensors.duals
 _rows: Any = torch._C.TensorBase.__len__  # type: ignore[attr-defined]  # x.shape[0], in a third of its time
 
@@ -233,7 +233,7 @@ def grouped_gemm(
     tracing = _tracing()
     if not tracing and _duals._current_level >= 0:
         tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias, *(lora[:2] if isinstance(lora, Lora) else ()))
-    # Read it first: after a ``reload`` this call still writes to the old snapshot's plans, never to the new one's.
+    # Read it first: after a ``reload`` this call then stores its plan in the old snapshot, never in the new one.
     snapshot: Snapshot | None = None if tracing else (hooks.current() if hooks.blocks else hooks.snapshot)
     key: tuple[Any, ...] | None = None
     others: tuple[object, ...] | None = None
@@ -390,7 +390,7 @@ def _sizes(*operands: torch.Tensor | None) -> tuple[object, ...]:
 
 
 def _expected(rows: int, M: int, gather_indices: torch.Tensor | None) -> int | None:
-    """The bucket of the hint; an index may have more or fewer rows than x has slots."""
+    """Return the bucket of ``expected_rows``; an index may have more or fewer rows than x has slots."""
     return expected_bucket("grouped_gemm", rows, M if gather_indices is None else gather_indices.shape[0], "M")
 
 
@@ -404,7 +404,7 @@ def _run(
     out: torch.Tensor | None,
     keep: _Place | None,
 ) -> torch.Tensor:
-    """y of ``grouped_gemm``, on any device, differentiable where an input requires grad.
+    """Return y of ``grouped_gemm`` on any device, differentiable if an input requires grad.
 
     ``moves`` are the call's parameters that ``form`` has, ``fused`` its other tensors and numbers, by name. A plan of
     the call, where there is one, is put into ``keep``.
@@ -486,7 +486,7 @@ def _adapted(
     out: torch.Tensor | None,
     keep: _Place | None,
 ) -> torch.Tensor:
-    """y of a checked call with an adapter; a plan of one that can have it is put into ``keep``."""
+    """Return y of a checked call with an adapter; if the call can have a plan, it is put into ``keep``."""
     from .lora import check_no_gradient, low_rank_of  # here, as it imports all of a layer
 
     adapter, fusions = low_rank_of(lora, x, call.m_sizes, call.N), call.fusions
@@ -520,18 +520,18 @@ def _adapted(
 
 
 def _kept(place: _Place | None, new_plan: ProductPlan | None) -> None:
-    """Put a plan into its place, where there are both, and all of the call was written down."""
+    """Store a plan under its key, if there are both and the whole call was recorded."""
     if place is not None and new_plan is not None and new_plan.program is not None:
         table, key, _ = place
         remember(table, key, new_plan)
 
 
 def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
-    """The problems that a CUDA call and its two gradients look up; of quantised weights those of the forward and dX.
+    """Return the problems that a CUDA call and its gradients look up; quantised weights have no dW.
 
     Where x may be quantised, too, both kinds of forward are among these: which one runs is told by their times.
     """
-    from ...kernels.spec import code_of  # here, as only tuning asks
+    from ...kernels.spec import code_of  # here, as only tuning needs it
 
     form, E, N, K = call.form, call.m_sizes.shape[0], call.N, call.K
     dtype, fusions = tensors.check_cuda_dtype(x), call.fusions

@@ -295,7 +295,7 @@ def _in_fp8(
     into: torch.Tensor | None,
     plan: Any,
 ) -> torch.Tensor:
-    """The layer in fp8 of the caller's ``own`` weights; their outlines were checked. A ``Fp8LayerPlan`` records it."""
+    """Run a layer in fp8 on the caller's ``own`` weights, whose outlines were checked, by a ``Fp8LayerPlan``."""
     from . import fp8
 
     routing = sort(ids, own[0].shape[0])

@@ -36,7 +36,7 @@ class PaddedPlan(Programs):
         self.program: Program | None = None
 
     def call(self, inputs: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """y [R, N] of tensors like the first ones, which may be ``out``; None for others, and nothing is done."""
+        """Return y [R, N] of tensors like the first call's; it may be ``out``. Return None for other tensors."""
         some = self._there(inputs)
         if not self._same(*some) or [tensor.data_ptr() & LOW for tensor in some] != self._lows:
             return None

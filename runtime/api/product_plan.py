@@ -1,4 +1,4 @@
-"""Plans of repeated products: programs that were recorded of one call run others like it, without checks.
+"""Plans of repeated products: a program recorded in one call runs later calls like it, without checks.
 
 A plan belongs to one w, one form and a bucket of rows, for which its kernels were chosen, whatever the number of rows.
 A call whose sorted rows are not all slots of its tokens, or whose rows lie apart in memory, has one of its own sizes.
@@ -42,7 +42,9 @@ _W: TypeAlias = "torch.Tensor | ExpertWeights"
 _Sizes: TypeAlias = "tuple[int, int, int]"  # M, the rows of x, the rows of y
 
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
+_written = (
+    torch.autograd.graph.increment_version
+)  # call it after a launch that autograd doesn't see has written a tensor
 _grad_enabled = torch.is_grad_enabled
 _casts = torch.is_autocast_enabled
 _FLOAT32 = torch.float32
@@ -98,7 +100,7 @@ class ProductPlan(Programs):
         out: torch.Tensor | None,
         lora: Any,
     ) -> torch.Tensor | None:
-        """y of a call of M sorted rows, whose form is this plan's."""
+        """Return y of a call with M sorted rows and this plan's form."""
         inputs: Any = (x, w, m_sizes, weights, bias, index, out)
         if not self._dense:
             inputs = (x, *operands_of(w).values(), m_sizes, weights, bias, index, out)
@@ -235,7 +237,7 @@ class ProductPlan(Programs):
         shape: torch.Size | None,
         sizes: _Sizes,
     ) -> Results | None:
-        """dx, dw and None twice, of a plain call; None where ``autograd.backward`` has to compute them."""
+        """Return (dx, dw, None, None) of a plain call; None if ``autograd.backward`` must compute them."""
         M = sizes[0]
         if m_sizes.dtype is not self._counts or not _has_rows(M, dy, x):
             return None
@@ -326,7 +328,7 @@ class PlainPlan(ProductPlan):
         return again
 
     def _condition(self) -> Callable[[], bool] | None:
-        """A check of the conditions beside the tensors; None if none of them can change."""
+        """Return a check of the conditions other than the tensors; None if none of them can change."""
         alone, tf32, device = self._alone, self._tf32, self._device
         if alone and tf32 is None:
             return None

@@ -323,7 +323,7 @@ class Call(NamedTuple):
         return self.w.shape[2 if self.form.layout is Layout.NK else 1]
 
     def flat_weights(self, like: torch.Tensor) -> torch.Tensor | None:
-        """The routing weights as ``flat`` has them, where there are any."""
+        """Return the routing weights like ``flat``; None if there are none."""
         return None if self.fusions.weights is None else flat(self.fusions.weights, wide_of(like))
 
 
@@ -333,7 +333,7 @@ def wide_of(like: torch.Tensor) -> torch.dtype:
 
 
 def flat(weights: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    """The routing weights by flat index, in this dtype."""
+    """Return the routing weights by flat index, in this dtype."""
     return weights.detach().to(wide).reshape(-1).contiguous()
 
 
@@ -351,7 +351,7 @@ def check(
     *,
     copies: bool = True,
 ) -> tuple[Call, torch.Tensor]:
-    """The call, and x with usable rows, or without ``copies`` as it is; InputError for what can't be."""
+    """Return the checked call and x, which is copied if its rows are unusable, but not without ``copies``."""
     layout = form.layout.value
     rows = tensors.check(x, w, m_sizes, layout, copies=copies)
     call = fit(
@@ -418,7 +418,7 @@ def autocast(x: torch.Tensor, w: _W, bias: torch.Tensor | None) -> tuple[torch.T
 
 
 def casts(kind: str) -> bool:
-    """True if this is a torch.autocast region of a kind of device."""
+    """True in a torch.autocast region for this kind of device."""
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 

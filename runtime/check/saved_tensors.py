@@ -100,16 +100,16 @@ class Saved(NamedTuple):
     def whole(
         self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()
     ) -> torch.Tensor:
-        """The tensor, contiguous.
+        """Check a tensor and return it contiguous.
 
         Parameters
         ----------
         name
-            What the caller knows it by.
+            Its name in error messages.
         shape
-            What the forward saved; -1 stands for any size.
+            The shape that the forward saved; -1 stands for any size.
         dtypes
-            What the forward may have saved; none: the dtype of the call.
+            The dtypes that the forward may have saved; empty: the call's dtype.
 
         Raises
         ------

@@ -88,7 +88,7 @@ def is_quantised(w: object) -> bool:
 
 
 def outline(w: torch.Tensor | ExpertWeights, x: torch.Tensor, w_layout: str) -> torch.Tensor:
-    """w; for quantised weights a tensor of their shape in x's dtype, without their values: what checks look at."""
+    """Return a tensor for the checks: w, or for quantised weights one of their shape in x's dtype, without values."""
     if isinstance(w, torch.Tensor) or not is_quantised(w):
         return w  # type: ignore[return-value]  # (what is neither is refused by the caller)
     tensors(x=x)
@@ -98,7 +98,7 @@ def outline(w: torch.Tensor | ExpertWeights, x: torch.Tensor, w_layout: str) -> 
 
 
 def tensors(call: str = "grouped_gemm", /, **arguments: object) -> None:
-    """Raise InputError for what is no tensor."""
+    """Raise InputError for values that are no tensors."""
     for name, value in arguments.items():
         if not isinstance(value, torch.Tensor):
             bad(name, f"a {type(value).__name__}", "a torch.Tensor", call)
@@ -173,8 +173,8 @@ def check_out(out: torch.Tensor, call: RowGemm, **read: torch.Tensor | None) -> 
 
 
 def check_apart(out: torch.Tensor, call: str = "grouped_gemm", /, **read: torch.Tensor | None) -> None:
-    """Raise InputError where ``out`` has bytes of a tensor that is read while it is written: 1 to 2 us."""
-    if _transformed() or not out.data_ptr():  # what stands for a tensor tells no memory
+    """Raise InputError if ``out`` overlaps a tensor that the call reads. It takes 1 to 2 us."""
+    if _transformed() or not out.data_ptr():  # a tensor's stand-in has no address
         return
     begin = out.data_ptr()
     end = begin + out.untyped_storage().nbytes()
@@ -269,7 +269,7 @@ def check_dtype(name: str, tensor: torch.Tensor, call: str) -> None:
 def rows_usable(tensor: torch.Tensor) -> bool:
     """True if rows are contiguous and don't overlap; the stride of a dimension of size 1 does not count."""
     rows, length = tensor.shape
-    # (Rows last: of a traced tensor nobody may know how many there are.)
+    # Rows come last, because a traced tensor's number of rows may be unknown.
     return (length <= 1 or tensor.stride(1) == 1) and (tensor.stride(0) >= length or rows <= 1)
 
 

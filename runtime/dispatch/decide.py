@@ -78,7 +78,7 @@ _log = logging.getLogger(__name__)
 _HALVES = (DType.BF16, DType.FP16)
 _NEAR = 1  # doublings of the rows
 MOST_IDLE = 2048  # programs without a tile: each costs 1 ns or more, as one of a row kernel on an H200
-_SMALL = 64  # an N and a K that every kernel can do
+_SMALL = 64  # N and K that every kernel supports
 
 
 class Origin(enum.IntEnum):
@@ -187,7 +187,7 @@ def decide(
             decided = _compiled(snapshot, decided, local, strict)
         with lock("decisions"):
             cached = snapshot.decisions.setdefault(key, decided)
-        if cached is decided and not (persistent and isinstance(decided, Miss)):  # (then any other runs)
+        if cached is decided and not (persistent and isinstance(decided, Miss)):  # then any other variant runs
             _tell(snapshot, decided, local)
     return cached
 
@@ -208,7 +208,7 @@ def settle(
 
 
 def with_low_part(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu) -> Candidate | None:
-    """The variant for M rows of aligned ``problem``, one with ``Fusion.LOW_RANK``, or None: two products then.
+    """Return a variant with ``Fusion.LOW_RANK`` for M rows of aligned ``problem``; None: two products run.
 
     No bundle has such choices. It is the config that runs the product without the low-rank part, if the candidates that
     ship have it, else the first by the cost model.
@@ -236,7 +236,7 @@ def in_place(
     if strict:  # which takes nothing of the candidates
         return None
     bucket, by_index = bucket_of(M), problem._replace(fusion=Fusion.SCATTER)
-    while True:  # each turn drops a bundle
+    while True:  # repeated after ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             candidates: list[Candidate] = []
             for view in (snapshot.view(local, installed=True), snapshot.reserve(local)):
@@ -253,7 +253,7 @@ def in_place(
 
 
 def dW_of_codes(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu) -> Candidate | None:
-    """The variant for dW of codes of M rows, the first by the cost model; None if there is none: torch then.
+    """Return the cost model's first variant for dW of codes of M rows; None if there is none: torch runs it.
 
     No bundle has such choices.
     """
@@ -568,7 +568,7 @@ def _orders(snapshot: Snapshot, problem: Problem, local: LocalGpu, *, reserve: b
 
 
 def summed(usable: Usable, variant: Variant, problem: Problem) -> Order:
-    """The order in which a variant that can run a problem sums K."""
+    """Return the order in which a variant sums K of a problem."""
     config = Config.from_pairs(variant.config)
     spec = Spec(variant.op, variant.dtype, config, variant.layout, variant.fusion, variant.alignment)  # type: ignore[arg-type]
     return registry.order_of(spec, usable.bundle.target.sm, gemm_of(problem).reduction)
@@ -615,7 +615,7 @@ class _RankedChoices(NamedTuple):
     by_origin: dict[Origin, dict[int, list[_RankedChoice]]]
 
     def ranked(self, bucket: int, *, near: bool) -> Iterator[_RankedChoice]:
-        """All of them, best first for this bucket; with ``near`` those of it and its neighbours alone."""
+        """Return all candidates, best first for this bucket; with ``near`` only those of it and its neighbours."""
 
         def rank(place: tuple[Origin, int]) -> tuple[int, ...]:
             origin, other = place
@@ -702,7 +702,7 @@ def modelled(
         origin = Origin.MODELLED if usable.bundle.target.sm == local.sm else Origin.COMPATIBLE
         origin = Origin.COMPILED if usable.place.kind is Kind.PROCESS else origin
         entries.append((origin, time_us, usable.order, index, at))
-    # All variants of one origin compete: the place only breaks ties.
+    # All variants of one origin compete; the bundle's place in the search path only breaks ties.
     return [
         Candidate(
             fitting[at][0],

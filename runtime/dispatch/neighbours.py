@@ -90,7 +90,7 @@ class _ShapeList:
             first = bisect.bisect_left(self.places, (E - doublings,))
             last = bisect.bisect_right(self.places, (E + doublings, math.inf))
             limit, at_E, at_size = cost.EXPERTS * doublings * doublings, cost.EXPERTS, cost.SIZE
-            side = math.sqrt(limit / at_size)  # no N or K within ``doublings`` is farther than this
+            side = math.sqrt(limit / at_size)  # the farthest N or K within ``doublings``
             low_N, high_N, low_K, high_K = N - side, N + side, K - side, K + side
             candidates = [
                 (at_E * (e - E) * (e - E) + at_size * ((n - N) * (n - N) + (k - K) * (k - K)), at)
@@ -118,7 +118,9 @@ class Neighbourhood:
         self.view = view  # this object's key is the view's identity
         self._snapshot, self._local = snapshot, local
         self.sources: frozenset[bytes] = frozenset()  # digests of the bundles that were measured
-        self._numbers: dict[tuple[int, int], int] = {}  # of a bundle's variant, that of its key: keys are slow to hash
+        self._numbers: dict[
+            tuple[int, int], int
+        ] = {}  # (bundle, variant) -> the number of its config, because configs are slow to hash
         self._keys: dict[_Key, int] = {}
         shapes: dict[_Kind, dict[_Sizes, _Shape]] = {}
         gpus: dict[_GpuKind, Gpu] = {}

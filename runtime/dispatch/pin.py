@@ -89,7 +89,7 @@ def preferred(
 ) -> Config | None:
     """The config that is preferred for this form of call, if a usable bundle has it."""
     config = pin.of(problem.fusion)
-    while config is not None:  # again if ``Rejected`` has dropped a bundle
+    while config is not None:  # search again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             there = {candidate for candidate, *_ in _configs(snapshot, problem, local, aligned)}
             return config if config in there else None

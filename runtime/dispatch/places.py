@@ -197,9 +197,9 @@ def candidates(asked: Iterable[Place], sm: int, keys: Keys | None) -> Iterator[P
 
 
 def unusable(bundle: BundleFile, local: LocalGpu) -> BundleError | None:
-    """Why ``local`` can't run this bundle's code, or None. Checked before the driver sees a byte.
+    """Return the reason why ``local`` can't run this bundle's code, or None, before the driver reads any of it.
 
-    Of a bundle for another capability nothing but that is read: most of those that are installed are.
+    Of a bundle for another capability, as most installed bundles are, only the capability is read.
     """
     name = Path(bundle.path).name
     if not bundle.target.runs_on(local.sm):
@@ -280,7 +280,7 @@ def _entry_points() -> Iterator[EntryPoint]:
     ):  # nothing is imported from other entries
         try:
             names = os.listdir(folder or os.curdir)  # noqa: PTH208 - hundreds of names, each asked one thing
-        except (OSError, ValueError):  # an archive, or not there, or no path
+        except (OSError, ValueError):  # an archive, a missing directory, or no path
             continue
         for name in names:
             if name.endswith((".dist-info", ".egg-info")):

@@ -43,7 +43,7 @@ def rows_first(
     ``fusion`` is all that the call does. ``top_k`` sorted rows read each row of x; it is 0 if x can't be gathered
     first. ``checks``: the index has to be brought into range.
     """
-    while True:  # again if ``Rejected`` has dropped a bundle
+    while True:  # plan again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             ran = own(snapshot, problem, M, local, aligned)
             if ran is None or not can_gather(snapshot, problem, local, top_k, aligned):

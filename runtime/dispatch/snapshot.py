@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _kept: list[BundleFile] = []
-_LAST = 1 << 16  # the order of what is asked after all bundles
+_LAST = 1 << 16  # the order of candidates: after all bundles
 
 
 class Usable(NamedTuple):
@@ -172,9 +172,9 @@ class Snapshot:
         return view
 
     def nearer_view(self, local: LocalGpu, kernels: frozenset[str] | None = None) -> View:
-        """The bundles of ``view``, and of installed packages only bundles that were measured on such a GPU.
+        """Return ``view`` with only those bundles of installed packages that were measured on such a GPU.
 
-        With ``kernels`` pretuned's own bundles count only if they have one of these. Of others nothing more is read:
+        With ``kernels`` pretuned's own bundles must have one of them, too. Of other bundles nothing more is read:
         most first calls need none of them.
         """
         self._ask_packages()
@@ -191,7 +191,7 @@ class Snapshot:
         return view
 
     def reserve(self, local: LocalGpu) -> View:
-        """The candidates that ship for such a GPU: code for what no bundle has, every choice the cost model's."""
+        """Return the shipped candidates for such a GPU. The cost model chooses if no bundle has a problem."""
         packages = self._ask_packages()
         with lock("bundles"):
             key = ("reserve", local.sm, local.gpu.driver)
@@ -293,7 +293,9 @@ class Snapshot:
         gpu = local.gpu
         digest = hashlib.sha256(f"{gpu.name}\n{local.sm}\n{gpu.sm_count}\n{gpu.memory_mib}\n".encode())
         for usable in (*self.view(local, installed=True).usable, *self.reserve(local).usable):
-            if usable.place.kind is not Kind.PROCESS or usable.bundle.gpus:  # compiled: depends on earlier calls
+            if (
+                usable.place.kind is not Kind.PROCESS or usable.bundle.gpus
+            ):  # without GPUs it was compiled here, which depends on earlier calls
                 digest.update(usable.bundle.digest)
         digest.update(b"".join(self_test_results.left_out(local)))
         if hooks.jit_allowed():

@@ -140,7 +140,7 @@ def library() -> ctypes.CDLL:
             raise DriverLacks(
                 f"the CUDA driver has no {name}: pretuned needs a driver for CUDA 12 or later. Update the driver"
             )
-        function.argtypes = types  # (it returns an int as it is)
+        function.argtypes = types  # restype is int by default
     if hasattr(lib, "cuFuncLoad"):
         lib.cuFuncLoad.argtypes = (c_void_p,)
     return lib
@@ -250,7 +250,7 @@ def make_current(device: int) -> None:
 
 @contextmanager
 def relaxed(device: int) -> Iterator[None]:
-    """In the device's context, and in relaxed capture mode: loading code is then legal while a graph is captured."""
+    """Enter the device's context and relaxed capture mode, in which code may be loaded while a graph is captured."""
     lib, mode, context = library(), c_int(_STREAM_CAPTURE_MODE_RELAXED), c_void_p()
     check(lib.cuCtxPushCurrent_v2(primary_context(device)), "cuCtxPushCurrent")
     try:
@@ -296,9 +296,9 @@ def _check_code(code: int, call: str) -> None:
 
 
 def zeroed(size_bytes: int, device: int) -> int:
-    """Device memory of its own, kept for the life of the process; a stream of its own sets it to zero.
+    """Return new zeroed device memory, kept for the life of the process. A stream of its own sets it to zero.
 
-    It waits for that, so also inside a graph capture it is no part of the graph.
+    The call waits for that, so inside a graph capture it is no part of the graph.
 
     Raises
     ------

@@ -95,7 +95,7 @@ def device(index: int) -> Device:
 
 
 def local_gpu(index: int) -> LocalGpu:
-    """The model and capability of ``cuda:index``. Initialises CUDA in this process.
+    """Return the model and capability of ``cuda:index``. Initialises CUDA in this process.
 
     Raises
     ------

@@ -40,7 +40,7 @@ _CACHED = 256
 _FAR = 128 << 10
 _PROBES_FAR = 1 << 5
 _OTHER_ADDRESS = 0x7FFFFFF0  # XOR with it gives another aligned address
-_ELEMENT_BYTES = {0: 1, 2: 4, 6: 2, 7: 4, 9: 2, 11: 4}  # of a CUtensorMapDataType (cuda.h)
+_ELEMENT_BYTES = {0: 1, 2: 4, 6: 2, 7: 4, 9: 2, 11: 4}  # bytes of each CUtensorMapDataType (cuda.h)
 
 Words: TypeAlias = "tuple[tuple[str, str], ...]"  # (name, kind): ptr, i32, i64, desc2, desc3, desc4
 
@@ -506,7 +506,7 @@ class ProductLauncher(Launcher):
 
 
 def _picks(*names: str) -> Callable[[Mapping[str, int]], tuple[Any, ...]]:
-    """A function that takes the values of these names from a mapping, in their order."""
+    """Return a function that picks the values of these names from a mapping, in order."""
     if len(names) > 1:
         return itemgetter(*names)
     return lambda words: tuple([words[name] for name in names])
@@ -524,7 +524,7 @@ def _unread(kind: str) -> tuple[str, ...]:
 
 
 def shifts_of(behind: Behind, operands: Sequence[str]) -> list[tuple[int, int, int]]:
-    """``behind`` of ``Launcher.bind``, by the places of its operands; a kernel may lack some."""
+    """Return ``behind`` of ``Launcher.bind`` by the indices of its operands; a kernel may lack some."""
     return [(operands.index(name), once, each) for name, once, each in behind if name in operands]
 
 

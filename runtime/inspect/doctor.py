@@ -297,7 +297,7 @@ def _unseen() -> Iterator[str]:
 def report(
     snapshot: Snapshot, read: settings.Settings, gpus: tuple[LocalGpu, ...], driver: str, faults: Iterable[str] = ()
 ) -> HostReport:
-    """The report on ``snapshot`` for a machine with these GPUs; ``faults`` are problems that were found before."""
+    """Return the report on ``snapshot`` for a machine with these GPUs; ``faults`` are problems found before."""
     files = snapshot.files(installed=True)
     views = [snapshot.view(local, installed=True) for local in gpus]
     keys = snapshot.keys or Keys("", ())

@@ -101,7 +101,7 @@ class Explanation:
 
     @property
     def measured_on(self) -> tuple[str, ...]:
-        """GPUs whose measured choices the candidates have, if the answer is for a capability and no GPU in particular.
+        """GPUs of the candidates' measured choices, if the answer is for a capability and no particular GPU.
 
         The first is the one that the answer is for.
         """

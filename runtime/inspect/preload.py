@@ -30,7 +30,7 @@ from ..ops import layer  # noqa: F401 - most of what a first call imports: it is
 from ..settings import at_fork, lock, settings
 from .query import dtype_of_weights, twins_in_fp16
 
-_ROWS = 1 << 20  # prepared for where nobody says: past it, decisions are those of the last bucket
+_ROWS = 1 << 20  # default of the most rows: beyond it decisions are the last bucket's
 _MOST_ROWS = (1 << 31) - 1
 
 _Cell: TypeAlias = tuple[Problem, int]
@@ -395,7 +395,7 @@ def rows_of(model: Model, tokens: range | None) -> tuple[int, int]:
 
 
 def buckets(rows: tuple[int, int]) -> list[int]:
-    """Every bucket from that of the fewest to that of the most rows; [] for no rows."""
+    """Return every bucket from the bucket of the fewest rows to the bucket of the most; [] for no rows."""
     least, most = (min(count, _MOST_ROWS) for count in rows)
     if not most:
         return []

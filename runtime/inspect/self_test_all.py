@@ -42,8 +42,8 @@ _MOST_WORDS = 1 << 16  # bytes of what a child prints that are read
 class GpuSelfTest:
     """The self-test's results on one GPU.
 
-    ``wrong`` has a line to file for each variant that is left out from now on. ``untested`` says of how many variants
-    nothing is known yet, and why: the next time they are tested again.
+    ``wrong`` has a line to report for each variant that is left out from now on. ``untested`` says how many variants
+    have no result yet, and why: the next self-test tries them again.
     """
 
     gpu: str
@@ -123,7 +123,7 @@ def _results(device: int, left: Sequence[Untested]) -> Iterator[tuple[Untested, 
 
     If a child ends, another goes on with the next variant.
     """
-    done, lost, last = 0, 0, ""  # lost: how many children in a row ended in the way ``last``
+    done, lost, last = 0, 0, ""  # lost: number of children in a row that ended in the way ``last``
     while done < len(left):
         with _child() as (process, pipe, last_words):
             if _message(pipe) is None:

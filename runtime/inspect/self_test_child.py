@@ -16,7 +16,7 @@ from ...artifacts.bundle_file import BundleFile, open_bundle
 from ...artifacts.errors import BundleCorrupt
 from ..driver.cuda import Unfinished, Unusable
 
-_MOST_CHARS = 4096  # of a reason
+_MOST_CHARS = 4096  # most characters of a reason
 
 # (device, path, the bundle's digest in hex, variant) -> what is wrong, or None
 Test = Callable[[int, str, str, int], "str | None"]
@@ -50,7 +50,7 @@ def of_digest(path: str, digest: str) -> Iterator[BundleFile]:
 
 
 def main() -> None:
-    """Test on the GPU, by the pipe whose descriptor is the first argument (what imports torch is imported here)."""
+    """Test on the GPU, with messages through the pipe whose descriptor is the first argument."""
     from ..driver.device import local_gpu
     from ..launch.loader import loaded
     from ..launch.self_test import tried

@@ -142,7 +142,7 @@ class PlugIn:
             return
         import multiprocessing  # here: an engine has imported it
 
-        marker = f"_{self.switch}_LOGGED"  # which the engine's other processes inherit
+        marker = f"_{self.switch}_LOGGED"  # an environment variable that the engine's other processes inherit
         if multiprocessing.parent_process() is None:
             os.environ.pop(marker, None)  # of another engine, which this one's command was started by
         elif log is None or os.environ.get(marker) == line:

@@ -1,4 +1,4 @@
-"""From a loaded variant of a product to its launcher: the numbers that all of its launches have, and its programs.
+"""Make a launcher of a loaded GEMM variant, with the arguments that all its launches share and its grid.
 
 ``driver/launcher.py`` makes the launcher of what the kernel's entry declares (kernels/entry.py).
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MOST_TILES = 2**31 - 1
 _MOST_ROWS = RAGGED_SIZES[2]  # kernels count rows past a tile's end, and those of no expert, 16 for each program
 _MOST_PROGRAMS = 2**26
-_INDEXED = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT  # what reads the index
+_INDEXED = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT  # fusions that read the index
 
 
 class LoadedKernel(NamedTuple):
@@ -63,7 +63,7 @@ def load_kernel(variant: Variant, cubin: bytes, device: int, sm_count: int, wher
 
 
 class Fused(NamedTuple):
-    """The fusions of a call; the kernel's flags say of ``fusion`` what its code leaves open.
+    """The fusions of a call; kernel flags hold the parts of ``fusion`` that are not compiled into the kernel.
 
     ``index_step`` is 2 for an int64 index; x's row of an index is ``index // x_divisor``. ``zero_tail`` sets
     the rows of y that belong to no expert to zero; of y [index_end, N] scattered to, those that no row goes to, by code

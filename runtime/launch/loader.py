@@ -1,4 +1,4 @@
-"""Variants made ready to launch: each cubin is read, checked and given to the driver once a device."""
+"""Load variants: each cubin is read, checked and loaded by the driver once for each device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of products: a bundle's, made ready for all calls of a kind and kept in the snapshot's table.
+"""The kernels of products: loaded from a bundle, bound for all calls of a kind, and cached in the snapshot.
 
 What decides and loads is imported where it is first needed: most of a runtime's code, and none of a later call's.
 """
@@ -37,9 +37,9 @@ _UNKNOWN = object()
 
 
 class ProductKernel(NamedTuple):
-    """A kernel for all calls of a kind, and what is done to the rows of x before it.
+    """A kernel for all calls of a kind, and the row kernels that run on x before it.
 
-    ``gather`` gathers them, which the kernel does not; ``quantize`` makes codes of them, and gathers them if need be.
+    ``gather`` gathers rows if the kernel does not; ``quantize`` quantises rows, and gathers them if needed.
     ``by_torch`` is torch's grouped_mm, if that was measured faster: it runs a product into new memory.
     """
 
@@ -51,7 +51,7 @@ class ProductKernel(NamedTuple):
 
 
 def product_kernel(call: Rows, y: torch.Tensor | None) -> ProductKernel | None:
-    """The kernel for this product into y, or into new memory, and all like it; None where no bundle has one."""
+    """Return the kernel for all products like this one, into y or new memory; None if no bundle has one."""
     x, w, m_sizes, fusion = call.x, call.w, call.m_sizes, call.fusion
     if not isinstance(w, torch.Tensor):
         raise AssertionError("quantised weights have kernels of their own")
@@ -166,7 +166,7 @@ def may_add_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: 
     """True if a kernel that adds a low-rank part can run the call: bf16 operands, rows of whole 16 bytes."""
     moves = call.scatter or call.row_weights is not None or call.spares_rows
     dense = isinstance(call.w, torch.Tensor)
-    biased = dense and call.bias is not None and not call.gather_divisor  # code that gathers nothing reads no bias
+    biased = dense and call.bias is not None and not call.gather_divisor  # kernels that gather nothing read no bias
     if moves or biased or call.pin is not None:
         return False
     x, size = call.x, call.x.element_size()
@@ -268,7 +268,7 @@ def kernel_for_weight(
 
 
 def of_rows(kernel: LoadedKernel, problem: Problem, call: Rows, fused: Fused) -> ProductKernel:
-    """A kernel for a product of rows, whose w may be quantised."""
+    """Return a kernel for a product of rows, whose w may be quantised."""
     from ...kernels.spec import gemm_of
     from . import gemm
 
@@ -463,7 +463,7 @@ def _weight_strides(w: torch.Tensor) -> tuple[int, int]:
 
 
 def index_step(call: Rows) -> int:
-    """The int32 words of an entry of the index."""
+    """Return the number of int32 words of an entry of the index."""
     return 2 if call.index is not None and call.index.dtype is torch.int64 else 1
 
 

@@ -1,6 +1,6 @@
 """Programs: the launches of a call, one after another, which run at once, or are recorded to run again.
 
-The arithmetic of a call, in the rooms above, is over an ``EagerExecutor``: it makes memory, runs steps, and calls torch
+The arithmetic of a call, in the folders above, uses an ``EagerExecutor``: it makes memory, runs steps, and calls torch
 where a call needs it. A ``Recorder`` does the same and writes it down, in the terms of the tensors that the call was
 given, as a ``Program``: a later call that is like it runs that, and none of the arithmetic above.
 
@@ -378,7 +378,7 @@ class Programs:
         """
         program, same, there, absent, low = gradient
         some = there(inputs)
-        if not same(*some) or (absent and any(inputs[i] is not None for i in absent)):  # (a None is not the same)
+        if not same(*some) or (absent and any(inputs[i] is not None for i in absent)):  # None counts as different
             return None
         if [tensor.data_ptr() & LOW for tensor in some] != low:
             return None

@@ -304,7 +304,9 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Prod
                 from .gemm import Fused
 
                 return of_rows(kernel, both, call, Fused(fusion, step, call.gather_divisor or 1, zeroes, few, beside))
-        if not dispatch_snapshot.snapshot().serves(problem, local_gpu(device)):  # torch's warning names the format
+        if not dispatch_snapshot.snapshot().serves(
+            problem, local_gpu(device)
+        ):  # then torch runs, and its warning names the format
             return None
         kernel = kernel_of_rows(problem, call, device, aligned=aligned)
         if kernel is None:
@@ -323,7 +325,7 @@ def _by_codes(problem: Problem, dtypes: tuple[DType, ...]) -> Problem | None:
 
 
 def _of_prepared(call: Rows, w: ExpertWeights, y: torch.Tensor) -> ProductKernel | None:
-    """A forward's kernel for prepared weights.
+    """Return a forward's kernel for prepared weights.
 
     Rows are gathered beforehand, as no such kernel gathers. If the checkpoint asks for quantised x, ``kernel_dtypes``
     has two dtypes, and the first is with quantised x.

@@ -138,7 +138,7 @@ class _Draw:
         return torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
 
     def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
-        """int32, low to high - 1."""
+        """Return int32 numbers from low to high - 1."""
         return torch.randint(low, high, shape, generator=self._generator, dtype=torch.int32, device="cpu")
 
     def order(self, count: int) -> torch.Tensor:
@@ -391,7 +391,7 @@ def _weight_of_codes(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
 
 _T, _SLOTS, _HAVE = 24, 48, 41  # tokens, slots (_TOP_K of each), and how many of the sorted slots belong to an expert
 _NAN = 3  # the token of NaN
-_FEW, _FEW_TOKENS = _SLOTS // 3, _T // 3  # the rows that a launch has programs for, which do the others as well
+_FEW, _FEW_TOKENS = _SLOTS // 3, _T // 3  # rows with a program of their own; these programs also do the other rows
 _STEP = 1e-6
 _LIMIT = 3.0
 _BLOCKS, _BY_ROW = Scale("fp32", 1, 128), Scale("fp32", 1, 0)  # of x's codes

@@ -1,4 +1,4 @@
-"""A checked product as steps: what has to be done beforehand, then the launch.
+"""A checked product as steps: row kernels that must run first, then the GEMM's launch.
 
 ``resolve`` is asked for every product of rows, and ``resolve_weight`` for dW. ``product_kernels.py`` finds the
 kernel. A kind of product beside these has a function there, and the words of its launch in ``_row_step``.
@@ -232,7 +232,7 @@ def resolve_weight(
     strict: bool | None = None,
     bucket: int | None = None,
 ) -> Step | None:
-    """The launch of dw [E, N, K]; None where no bundle has a kernel for it. ``bucket``: as ``kernel_for_weight``."""
+    """Return the launch of dw [E, N, K]; None if no bundle has a kernel. ``bucket``: see ``kernel_for_weight``."""
     kernel = kernel_for_weight(dy, x, dw, m_sizes, pin, strict, bucket)
     if kernel is None:
         return None

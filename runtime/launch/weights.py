@@ -147,7 +147,7 @@ def _fits(w: torch.Tensor, *, rows: bool, of_codes: bool) -> bool:
     _, N, K = w.shape
     whole = K % (_BLOCK if of_codes else _STEP) == 0 and (not rows or N % _BLOCK == 0)
     strides = all(step % _STEP == 0 and 0 <= step <= _MOST for step in w.stride()[:2])
-    small = N * max(K, w.stride(1)) <= _MOST  # places in an expert are int32
+    small = N * max(K, w.stride(1)) <= _MOST  # offsets in an expert are int32
     return w.dtype in KIND_FLAGS and whole and w.stride(2) == 1 and strides and small
 
 

@@ -33,7 +33,7 @@ class RowActivation(NamedTuple):
 
     @property
     def flags(self) -> int:
-        """The row kernel's flags for it."""
+        """The row kernel's flags for the activation."""
         gate = (rowops.GATED if self.gated else 0) | (rowops.INTERLEAVED if self.interleaved else 0)
         return KINDS.index(self.function.name) | gate
 

@@ -68,7 +68,7 @@ class GroupedGemm(torch.autograd.Function):
         sizes: tuple[int, int, int],
         plan: Any = None,
     ) -> torch.Tensor:
-        """The product; what a gradient needs is saved. ``plan`` is a ``api.product_plan.ProductPlan``."""
+        """Run the product, and save its gradient's tensors. ``plan`` is a ``api.product_plan.ProductPlan``."""
         note_mode(ctx)
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         keeps_x = needs_w or needs_weights

@@ -29,7 +29,7 @@ from .low_rank import LowRank, LowRankGradients
 from .products import weight
 
 _CHUNK_ELEMENTS = 1 << 24  # elements of float32 temporaries that the routing weights' gradient uses at once
-_ONES = 8  # columns of the ones that sum dy's rows: 16 bytes of a 16-bit type
+_ONES = 8  # columns of a matrix of ones that sums dy's rows: 16 bytes in bf16
 
 
 class Beside(NamedTuple):

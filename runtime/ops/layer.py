@@ -1,4 +1,4 @@
-"""A whole MoE layer and its gradient as one autograd function, made of the products and the passes over rows.
+"""A whole MoE layer and its gradient as one autograd function, built of products and row kernels.
 
 With index g[i] of sorted row i, its token g[i] // k, its expert e and its weight t = weights[g[i]]:
 
@@ -124,7 +124,7 @@ def weights_of(
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
 ) -> Weights | FrozenWeights:
-    """A layer's weights as one."""
+    """Return a layer's weights as one record."""
     if isinstance(gate_up, ExpertWeights) or isinstance(down, ExpertWeights):
         return FrozenWeights(gate_up, down, gate_up_bias, down_bias)
     return Weights(gate_up, down, gate_up_bias, down_bias)
@@ -143,7 +143,7 @@ def forward(
     adapters: Adapters = NO_ADAPTERS,
     x_scale: torch.Tensor | None = None,
 ) -> Forward:
-    """out [T, H], h [T*k, 2*I] and what adapters made of rows, of x [T, H] and the routing weights [T, k].
+    """Compute out [T, H], h [T*k, 2*I] and the adapters' ``Narrow`` rows of x [T, H] and the routing weights [T, k].
 
     out is ``into`` if it is given; x are codes with ``x_scale`` (``Rows``). Without ``keeps_h`` it is alone, and
     silu(gate) * up may be the first product's own work (``dispatch/plans.py``).
@@ -196,7 +196,7 @@ def _second(
     executor: EagerExecutor,
     a: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y [T*k, H] of a, and what an adapter made of its rows."""
+    """Compute y [T*k, H] of a, and the rows that an adapter keeps."""
     layout, bucket = layer.layout, layer.bucket
     narrow = None if adapter is None else low_rank.narrowed(adapter, a, m_sizes, executor=executor, bucket=bucket)
     call = Rows(Op.FORWARD, a, down, m_sizes, layout, a.shape[0], expected=bucket)
@@ -204,7 +204,7 @@ def _second(
 
 
 class MoeLayer(torch.autograd.Function):
-    """out [T, H], and the gradients of x, the weights, the biases and the routing weights that are asked for."""
+    """A layer: out [T, H], and the needed gradients of x, the weights, the biases and the routing weights."""
 
     @staticmethod
     def forward(
@@ -219,7 +219,7 @@ class MoeLayer(torch.autograd.Function):
         layer: Layer,
         plan: Any = None,
     ) -> torch.Tensor:
-        """The layer; what a gradient needs is saved. ``plan`` is a ``api.layer_plan.LayerPlan``."""
+        """Run the layer, and save its gradient's tensors. ``plan`` is a ``api.layer_plan.LayerPlan``."""
         note_mode(ctx)
         parameters = weights_of(gate_up, down, gate_up_bias, down_bias)
         run = forward if plan is None else plan.forward
@@ -279,7 +279,7 @@ class AdaptedLayer(torch.autograd.Function):
         plan: Any = None,
         *low: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The layer; what a gradient needs is saved. ``plan`` is a ``api.layer_plan.LayerPlan``."""
+        """Run the layer, and save its gradient's tensors. ``plan`` is a ``api.layer_plan.LayerPlan``."""
         note_mode(ctx)
         parameters = weights_of(gate_up, down, gate_up_bias, down_bias)
         run = forward if plan is None else plan.forward
@@ -387,7 +387,7 @@ def with_adapters(
     dy = gather_combine.gather(dout, index, k, bounds, executor)
     dx = dup = ddown = dup_bias = ddown_bias = dweights = None
     a = dh = None
-    frees = narrow.a is not None and not (needs_down or needs_down_bias)  # dy, before there are dh and a
+    frees = narrow.a is not None and not (needs_down or needs_down_bias)  # free dy before dh and a are allocated
     if h is not None and (inner or needs_down or needs_weights or narrow.a is not None):
         # If only t * act(h) is needed, da is not read.
         whole = inner or needs_weights
@@ -512,7 +512,7 @@ def slot_weights(weights: torch.Tensor, like: torch.Tensor, executor: EagerExecu
 
 
 def columns(w: torch.Tensor | ExpertWeights, layout: Layout) -> int:
-    """The columns of a product with w."""
+    """Return the number of columns of a product with w."""
     return w.shape[1 if layout is Layout.NK else 2]
 
 

@@ -214,9 +214,9 @@ def gradients(
     adapter: LowRank | None,
     u: torch.Tensor | None,
 ) -> Gradients:
-    """The gradients of x, w and bias that ``needs`` asks for, and with ``u`` those of the adapter.
+    """Return the gradients of x, w and bias that ``needs`` asks for, and with ``u`` the adapter's.
 
-    Padding of dy is not read, and of dx it is zero.
+    Padding rows of dy are not read; padding rows of dx are zero.
     """
     index, m_sizes, bounds = placed
     needs_x, needs_w, needs_bias = needs
@@ -241,7 +241,7 @@ def gradients(
 
 
 class PaddedGemm(torch.autograd.Function):
-    """y [R, N] of x [R, K], and the gradients of x, w, bias and an adapter's A and B."""
+    """A product of padded rows: y [R, N] of x [R, K], and the gradients of x, w, bias and an adapter's A and B."""
 
     @staticmethod
     def forward(

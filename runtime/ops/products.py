@@ -64,7 +64,7 @@ def rows(call: Rows, y: torch.Tensor, executor: EagerExecutor = EAGER) -> torch.
 
 
 def _by_reference(call: Rows, y: torch.Tensor, end: int) -> None:
-    """Not on CUDA."""
+    """Run the product by the reference, on devices other than CUDA."""
     from ...kernels import reference
     from . import torch_fallback
 
@@ -89,7 +89,7 @@ def _by_reference(call: Rows, y: torch.Tensor, end: int) -> None:
 
 
 def _sums_of_nothing(call: Rows, y: torch.Tensor, end: int) -> torch.Tensor:
-    """y where the reduction is empty: a bias is all that is added."""
+    """Return y of an empty reduction (K = 0): zeros, or the bias."""
     if call.zero_tail or call.bias is None:
         y.zero_()
     if call.bias is not None:
@@ -303,7 +303,7 @@ def _run(product: Product, call: Rows, y: torch.Tensor, executor: EagerExecutor)
 def with_low_part(
     call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: torch.Tensor, executor: EagerExecutor = EAGER
 ) -> bool:
-    """Write x @ w.T and narrow @ second.T of the expert of each row to y, in one sum, by one kernel.
+    """Write x @ w.T + narrow @ second.T, with each row's expert, to y by one kernel.
 
     False, and nothing is written, where there is no code for it. ``narrow`` is [M, r]; ``second`` lies as w of
     ``Layout.NK`` does: [E, N, r] of the forward, [E, r, K] of dX.
@@ -334,7 +334,7 @@ def _dense(w: torch.Tensor) -> torch.Tensor:
 
 
 def _zero_rest(call: Rows, y: torch.Tensor, executor: EagerExecutor) -> None:
-    """Set the rows of y that the product does not store to zero, and others maybe: before it."""
+    """Zero the rows of y that the product will not store to, and perhaps others, before it runs."""
     if not call.scatter or call.index is None:
         executor.call(_zero, y)
         return

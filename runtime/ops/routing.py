@@ -1,4 +1,4 @@
-"""The slots of tokens in the order of their experts, by a bundle's kernel; benchmarks/speed/sorting.py times it."""
+"""Sort the slots of tokens by expert, by a bundle's kernel; benchmarks/speed/sorting.py times it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def tell_reference(device: str) -> None:
-    """Say, once, that a device is no CUDA GPU: there the reference runs, as it should."""
+    """Log once that a device is no CUDA GPU, where the reference runs as intended."""
     _log.debug("pretuned: tensors on %s: the torch reference runs", device)
 
 

@@ -1,4 +1,4 @@
-"""Set the rows of a result that nothing was stored to to zero, by a bundle's kernel; torch clears the whole result."""
+"""Zero the rows of a result that no kernel stored to, by a bundle's kernel; torch zeroes the whole result instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..launch import rowops
 
 _WORD_BYTES = 4
 _MOST_ROWS = 2**30  # the kernel counts in int32
-# Bytes: finding the unnamed rows takes as long as clearing so much (9.4 us on an H200, Mixtral at 1024 tokens
+# Finding the unnamed rows takes as long as clearing so many bytes (9.4 us on an H200, Mixtral at 1024 tokens
 # in benchmarks/results/passes-h200.json).
 LEAST_BYTES = 16 << 20
 

@@ -107,7 +107,7 @@ def quantise(format: str, w: torch.Tensor, scale_dtype: torch.dtype = torch.bflo
     if scale is None or (elements.name, scale.name) not in _RULES:
         raise NotImplementedError(f"no rule quantises to {format}: {elements.name} with scales {scale}")
     low, high = _bounds(w, scale)
-    most = torch.maximum(high, -low).abs()  # of zeros it is 0, and not -0: nvfp4's kernels read no sign
+    most = torch.maximum(high, -low).abs()  # 0 for zeros, not -0: nvfp4's kernels read no sign
     if elements.name == "int4":
         return _int4(w, scale, low, high, scale_dtype)
     if scale.name == "e8m0":
@@ -148,7 +148,7 @@ def _bounds(w: torch.Tensor, scale: Scale) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _usable(factor: torch.Tensor) -> torch.Tensor:
-    """The scale, or 1 for a block of zeros."""
+    """Return the scale, or 1 for a block of zeros."""
     return torch.where(factor > 0, factor, 1)
 
 

@@ -93,7 +93,10 @@ class ExpertWeights:
         """Unchecked: ``checked`` looks at the tensors."""
         self.format, self.codes, self.scale, self.zero, self.global_scale = format, codes, scale, zero, global_scale
         self.derived = derived
-        self._derived_of = scale, None if derived is None else version_of(scale)  # what ``derived`` was made of
+        self._derived_of = (
+            scale,
+            None if derived is None else version_of(scale),
+        )  # the scale that ``derived`` was computed from, and its version
 
     @classmethod
     def fp8_block(cls, codes: torch.Tensor, scale: torch.Tensor, *, quantize_x: bool = True) -> ExpertWeights:
@@ -184,7 +187,7 @@ class ExpertWeights:
         InputError
             for a format that is not among these, a tensor that is missing or does not fit, more than one layer.
         """
-        from . import checkpoints  # here, as a process that is given codes and scales reads none
+        from . import checkpoints  # here, as a process that builds weights from codes needs none
 
         if quantize_x is not None:
             check_flag("quantize_x", quantize_x, " or None")
@@ -590,7 +593,7 @@ class ExpertWeights:
 
     @property
     def outer_scale(self) -> torch.Tensor | None:
-        """The scales that kernels multiply sums by: [E], one an expert, or [E, N], one for a column of y; else None."""
+        """The scales that kernels multiply sums by: [E] for each expert, [E, N] for each column of y, or None."""
         return self.scale if self.scale.dim() == 2 else self.global_scale
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> ExpertWeights:
@@ -823,7 +826,7 @@ def _check_finite(weights: ExpertWeights) -> None:
 
 
 def _check_numbers(weights: ExpertWeights, *, codes: bool) -> None:
-    """Raise InputError for scales, zero points and, with ``codes``, codes that kernels can't read of prepared weights.
+    """Raise InputError for numbers that kernels can't read of prepared weights: scales, zeros, with ``codes`` codes.
 
     The weights may be in either layout.
     """

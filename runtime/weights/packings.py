@@ -217,8 +217,8 @@ def packed_int4(suffixes: Suffixes, how: Int4) -> Quantised:
 def gptq(suffixes: Suffixes, how: Int4, *, less_one: bool = True, by_word: bool = False) -> Quantised:
     """``qweight`` int32 [K/8, N], ``qzeros`` [K/g, N/8], ``scales`` [K/g, N].
 
-    ``less_one``: zero points are stored less one, as in all formats but gptq_v2; ``by_word``: and that one was taken
-    from whole words, so that a zero point of 0 borrowed from its neighbour (GPTQModel).
+    ``less_one``: zero points are stored minus one, as in all formats but gptq_v2. ``by_word``: the one was subtracted
+    from whole words, so a zero point of 0 borrowed from its neighbour (GPTQModel).
     """
     qweight, scales = suffixes.matrix("qweight", *_WORDS), suffixes.matrix("scales", *_FLOATS)
     zero = None
@@ -290,7 +290,7 @@ def _each(
 
 
 def awq_columns(words: torch.Tensor) -> torch.Tensor:
-    """[.., R, n] words to [.., 8n, R]."""
+    """Unpack words [.., R, n] to codes [.., 8n, R]."""
     return _nibbles(words).view(*words.shape, 8)[..., _AWQ_PLACES].flatten(-2).mT
 
 

@@ -78,7 +78,7 @@ def overlap(first: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def flat(codes: torch.Tensor) -> torch.Tensor:
-    """[E, N, K/32, 16] as [E, N, K/2]."""
+    """Return codes [E, N, K/32, 16] as [E, N, K/2]."""
     if isinstance(codes, torch.Tensor) and codes.dim() == 4:
         if codes.shape[3] != 16 or not codes.is_contiguous():
             raise bad(

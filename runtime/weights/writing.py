@@ -211,7 +211,7 @@ def move_scale(format: str, scale: torch.Tensor, to: torch.Tensor) -> None:
 
 
 def bytes_of(scale: torch.Tensor) -> torch.Tensor:
-    """Scales and zero points of one byte as uint8: not every torch can move float8."""
+    """Return one-byte scales and zero points as uint8, because some versions of torch can't move float8."""
     return scale.view(torch.uint8) if scale.element_size() == 1 else scale
 
 

@@ -324,12 +324,12 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
         self._settings, self._act = ActivationSettings.of(config), layer_of(config).act
 
     def activation(self) -> RowActivation:
-        """The layer's activation now.
+        """The layer's current activation.
 
         Raises
         ------
         InputError
-            if the model has since set what pretuned has no activation for.
+            if the model has since set numbers that pretuned does not support.
         """
         settings = ActivationSettings.of(self.config)
         if settings != self._settings:

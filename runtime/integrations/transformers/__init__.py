@@ -118,7 +118,7 @@ def _seen(parent: Any, name: str, module: Any) -> None:
 
 @functools.cache
 def _prepares(kind: Any) -> None:
-    """Once for each class: ``_apply`` moves its parameters; ``train`` is what from_pretrained ends with."""
+    """Wrap a class once: ``_apply``, which moves parameters, and ``train``, which from_pretrained calls last."""
     for name in ("_apply", "train"):
         setattr(kind, name, _then_prepare(getattr(kind, name)))
 

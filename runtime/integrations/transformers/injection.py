@@ -70,7 +70,7 @@ def _shows(tuner: Any) -> None:
 @contextlib.contextmanager
 def shown(model: Any, config: Any) -> Iterator[None]:
     """The weights of a model's quantised experts are parameters [E, N, K], and ``config`` makes our layer of them."""
-    if not hasattr(config, "_register_custom_module"):  # LoRA's alone, which alone adapts parameters
+    if not hasattr(config, "_register_custom_module"):  # only LoRA has it, and only LoRA adapts parameters
         yield
         return
     kinds: dict[type, Callable[..., Any]] = {}

@@ -13,7 +13,7 @@ from ..loaded_format import GROUPS, order_refusal
 
 
 def keep_mxfp4() -> None:
-    """Have transformers load gpt-oss with its experts as the checkpoint has them, for "pretuned" alone.
+    """Have transformers keep gpt-oss's experts packed as in the checkpoint, if "pretuned" runs them.
 
     It needs no package ``kernels``, and no GPU. A second call does nothing.
     """

@@ -27,7 +27,7 @@ def check_rank(config: Any, key: str) -> None:
         bad("r", f"{r} for {key}{doubled}", f"at most {MAX_RANK} on quantised experts", "LoraConfig")
 
 
-class ParamWrapper(layer.ParamWrapper):  # by this name PEFT knows it
+class ParamWrapper(layer.ParamWrapper):  # PEFT looks for this class name
     """y = x @ (W + sum over active adapters of scaling * B A).T, W being codes: the experts are handed A and B.
 
     A and B have the shapes and the dtype that they would have of W [E, N, K] in the model's dtype.

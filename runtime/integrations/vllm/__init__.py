@@ -37,7 +37,7 @@ _CONFIGS = {
     _QUANTISATION + "auto_gptq": ("AutoGPTQConfig",),
     _QUANTISATION + "inc": ("INCConfig",),  # AutoRound's, whose layers have the methods of the others
     _QUANTISATION + "moe_wna16": ("MoeWNA16Config",),
-    # The first has the method of the others: nvidia's checkpoints, MiniMax-M3-MXFP8.
+    # The others inherit the first's method: nvidia's checkpoints, MiniMax-M3-MXFP8.
     _QUANTISATION + "modelopt": (
         "ModelOptQuantConfigBase",
         "ModelOptFp8Config",

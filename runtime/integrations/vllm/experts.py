@@ -52,7 +52,7 @@ class ActivationNumbers(NamedTuple):
 
     @classmethod
     def of(cls, *holders: Any) -> ActivationNumbers:
-        """Each number of the first holder that has it: a FusedMoEConfig, and the layer, which alone has it in 0.21."""
+        """Take each number from the first holder that has it: a FusedMoEConfig, or the layer (in 0.21)."""
         numbers: dict[str, float | None] = {}
         for name in cls._fields:
             values = (getattr(holder, name, None) for holder in holders)
@@ -172,7 +172,7 @@ def tell_taken(layer: ServedLayer, note: str = "") -> None:
 
 
 def refusal(moe: Any, act: RowActivation | str, backend: str, *, everywhere: bool) -> str | None:
-    """Why a layer with this FusedMoEConfig, for which vLLM chose this backend, is none of pretuned's; None if it is."""
+    """Return why pretuned does not run a layer with this FusedMoEConfig and vLLM backend; None if it does."""
     if moe.moe_backend == "auto" and backend not in _BACKENDS:
         return "its weights lie in an order of its own"
     return refusal_of(moe, act, DTYPES.get(moe.in_dtype), everywhere=everywhere)
@@ -453,7 +453,7 @@ class PretunedBatchedExperts(PretunedExperts):
             hidden_states,
             gate_up,
             down,
-            expert_tokens_meta.expert_num_tokens[:E],  # (some have room for those of all ranks)
+            expert_tokens_meta.expert_num_tokens[:E],  # some have room for the experts of all ranks
             act.function,
             gated=act.gated,
             interleaved=act.interleaved,
