@@ -5,11 +5,11 @@
 ``moe_mlp(..., precision="fp8")`` against the same call without a precision, eagerly, by events, in turns. In fp8,
 ``fp8`` quantises the weights in every forward and backward, ``fp8 kept`` once for all steps (in a block of
 ``reuse_fp8_weights``, as micro-batches do). ``forward`` is the forward alone, without a gradient. Memory is the most
-that a step takes beside the tensors that were there before it. First each product of a small ragged problem is compared
-with float32 of the quantised operands, and each layer's result and gradients with those in bf16. The exit status is 1
-if something is wrong. ``--profile`` prints where the time of a step in fp8 goes, by kernel. ``--products`` times the
-three products of both weights apart, ours in bf16 and in fp8 and, with ``--vllm``, DeepGEMM's of rows that were padded
-and quantised beforehand.
+that a step takes beside the tensors that were there before it. ``host`` is the host's time to launch a step. First each
+product of a small ragged problem is compared with float32 of the quantised operands, and each layer's result and
+gradients with those in bf16. The exit status is 1 if something is wrong. ``--profile`` prints where the time of a step
+in fp8 goes, by kernel. ``--products`` times the three products of both weights apart, ours in bf16 and in fp8 and, with
+``--vllm``, DeepGEMM's of rows that were padded and quantised beforehand.
 """
 
 from __future__ import annotations
@@ -142,6 +142,19 @@ def most_mb(step: Step) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
+def host_us(step: Step, steps: int = 8, rounds: int = 5) -> float:
+    """The host's time to launch a step, in microseconds: the least of some rounds, in which the GPU lags behind."""
+    times, synchronize = [], torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
+    for _ in range(rounds):
+        synchronize()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            step()
+        times.append(1e6 * (time.perf_counter() - begun) / steps)
+    synchronize()
+    return min(times)
+
+
 def measure_layer(name: str, E: int, H: int, width: int, k: int, T: int, rounds: int) -> dict[str, Any]:
     leaves, ids, dout = tensors_of(E, H, width, k, T)
     plain, fp8 = step_of(leaves, ids, dout), step_of(leaves, ids, dout, precision="fp8")
@@ -153,11 +166,13 @@ def measure_layer(name: str, E: int, H: int, width: int, k: int, T: int, rounds:
     del results
     cell["bf16_mb"], cell["fp8_mb"] = most_mb(plain), most_mb(fp8)
     cell["bf16_us"], cell["fp8_us"] = eager_us([plain, fp8], rounds)
+    cell["bf16_host_us"], cell["fp8_host_us"] = host_us(plain), host_us(fp8)
     with reuse_fp8_weights():
         before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
         cell["fp8_kept_mb"] = most_mb(fp8)
         cell["kept_mb"] = ((torch.cuda.memory_allocated() if DEVICE == "cuda" else 0) - before) / 1e6
         cell["bf16_again_us"], cell["fp8_kept_us"] = eager_us([plain, fp8], rounds)
+        cell["fp8_kept_host_us"] = host_us(fp8)
     hidden, gate_up, down, weights = leaves
     with torch.no_grad():
         forward = [

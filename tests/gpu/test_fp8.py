@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from pretuned.runtime import grouped_gemm, moe_mlp, reuse_fp8_weights
+from pretuned.runtime.dispatch.snapshot import snapshot
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.launch import fp8_codes as kernels
+from pretuned.runtime.launch import program
+from pretuned.runtime.ops import fp8_products
 from pretuned.runtime.weights import fp8_codes as by_torch
 
 pytestmark = pytest.mark.skipif(
@@ -113,3 +118,109 @@ def test_a_layers_gradients_follow_bf16s_and_repeat() -> None:
     with torch.no_grad():  # weights written in place: nothing old is used
         up *= 2
     assert off(step(precision="fp8")[0], step()[0]) < 0.09
+
+
+E, H, I, TOP_K = 8, 512, 256, 2  # noqa: E741
+Step = Callable[[], list[torch.Tensor]]
+
+
+def layer_step(tokens: int, dtype: torch.dtype = torch.bfloat16, layout: str = "nk") -> tuple[Step, list[torch.Tensor]]:
+    """A step of a layer, and its weights."""
+    experts = [drawn(E, 2 * I, H, seed=1) / 16, drawn(E, H, I, seed=2) / 16]
+    if layout == "kn":
+        experts = [w.mT.contiguous() for w in experts]
+    experts = [w.to(dtype).requires_grad_() for w in experts]
+    return step_of(tokens, experts, layout), experts
+
+
+def step_of(tokens: int, experts: list[torch.Tensor], layout: str = "nk") -> Step:
+    hidden = drawn(tokens, H, seed=tokens).requires_grad_()
+    g = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, E, generator=g).topk(TOP_K).indices.cuda()
+    scores = torch.rand(tokens, TOP_K, generator=g).cuda().requires_grad_()
+    dout, leaves = drawn(tokens, H, seed=3), [hidden, *experts, scores]
+
+    def step() -> list[torch.Tensor]:
+        out = moe_mlp(hidden, *experts, ids, scores, w_layout=layout, precision="fp8")
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    return step
+
+
+def long_way(step: Step, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The step without plans."""
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "KINDS", ())
+        snapshot().plans.clear()
+        results = step()
+        assert not snapshot().plans
+    return results
+
+
+def same(found: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, found, want))
+
+
+@pytest.mark.parametrize(("of_codes", "dtype", "layout"), list(itertools.product((True, False), DTYPES, ("nk", "kn"))))
+def test_a_step_that_comes_again_has_the_same_bits(
+    of_codes: bool, dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if of_codes:
+        monkeypatch.setattr(fp8_products, "LEAST", 0)
+    step, experts = layer_step(1024, dtype, layout)
+    want = long_way(step, monkeypatch)
+    for _ in range(3):
+        assert same(step(), want)
+    (plan,) = snapshot().plans.values()
+    assert plan.programs
+    assert all(plan._gradients.values())
+    with reuse_fp8_weights():
+        for _ in range(3):
+            assert same(step(), want)
+    with torch.no_grad():
+        experts[0].data.mul_(2)  # a write that torch does not count
+    after = step()
+    assert not torch.equal(after[0], want[0])
+    assert same(after, long_way(step, monkeypatch))
+
+
+def test_a_graph_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are quantised in the graph: a replay reads those that are there by then."""
+    monkeypatch.setattr(fp8_products, "LEAST", 0)
+    step, experts = layer_step(512)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = step()
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(results, step())
+        with torch.no_grad():
+            for w in experts:
+                w.mul_(1.5)
+
+
+def test_threads_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_products, "LEAST", 0)
+    _, experts = layer_step(512)
+    steps = [step_of(tokens, experts) for tokens in (500, 512, 530)]
+    want, wrong = [step() for step in steps], list[int]()
+
+    def work(at: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                if not same(steps[at](), want[at]):
+                    wrong.append(at)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(len(steps))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
