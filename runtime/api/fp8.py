@@ -11,23 +11,28 @@ from typing import Any
 import torch
 
 from ...artifacts.errors import InputError
-from ...artifacts.records import DType, Layout, Op
+from ...artifacts.records import DType, Layout, Op, bucket_of
+from ...artifacts.tuples import NamedTuple
 from ...kernels.hopper_w8a8_block import GROUP
 from ...kernels.registry import has_code
+from .. import hooks
 from ..check import tensors
-from ..check.call import Form, casts, check
+from ..check.call import Call, Form, Fusions, casts, check, expected_bucket
 from ..check.tensors import in_memory
+from ..dispatch.snapshot import snapshot
 from ..driver.device import current_stream, local_gpu, without_autocast
-from ..launch.program import Results
+from ..launch.program import Program, Results, remember
 from ..ops import fp8_training, fp8_weights
 from ..ops.fp8_weights import Fp8Weights
 from ..ops.layer import Layer, Weights
 from ..ops.routing import Routing, sort
 from ..weights.expert_weights import ExpertWeights
 from .layer_plan import LayerPlan
+from .product_plan import ProductPlan, has_rows, plan, sizes_of, takes_any_rows
 
 # Function.apply does this and, for calls inside torch.func's transforms, more.
 _apply_layer: Callable[..., torch.Tensor] = super(torch.autograd.Function, fp8_training.Fp8Layer).apply
+_apply_gemm: Callable[..., torch.Tensor] = super(torch.autograd.Function, fp8_training.Fp8Gemm).apply
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
 _OF_WEIGHTS = (torch.bfloat16, torch.float32)
@@ -110,13 +115,22 @@ def product(
     expected_rows: int | None,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """y of ``grouped_gemm`` with ``precision="fp8"``.
+    """y of ``grouped_gemm`` with ``precision="fp8"``: by the plan of a call like it, or checked, leaving a plan.
 
     Raises
     ------
     InputError
         for unusable tensors, and for arguments that fp8 does not support.
     """
+    passed = x, topk_weights, bias, gather_indices
+    place = None
+    if precision == "fp8" and lora is None and not (form.pinned or form.autotune):
+        place = _place(x, w, form, gather_indices, topk_weights, fuse_mul_post, bias, expected_rows, out)
+    earlier = None if place is None else place.plans.get(place.key)
+    if place is not None and earlier is not None:
+        again: torch.Tensor | None = earlier.call(place.M, x, w, m_sizes, topk_weights, bias, gather_indices, out, None)
+        if again is not None:
+            return again
     tensors.tensors(m_sizes=m_sizes)
     refused = {"lora": lora is not None, "a kernel_config": form.pinned, "autotune": form.autotune}
     of_x, of_w, others = {"x": x, "bias": bias}, {"w": w}, (m_sizes, gather_indices, topk_weights, bias)
@@ -133,17 +147,175 @@ def product(
                 "grouped_gemm: out with an input that requires grad has no gradient. Leave out away, or use "
                 "torch.no_grad()"
             )
-    w3 = tensors.three_dimensional(w, m_sizes.shape[0], form.layout)
+    w3, new = tensors.three_dimensional(w, m_sizes.shape[0], form.layout), None
+    call, sizes = call._replace(w=w3), (call.M, call.x_rows, call.y_rows)
+    if place is not None and w3 is w and x is passed[0]:
+        new = plan(call, *passed[:1], w, *passed[1:], out, varies=place.varies, kind=Fp8ProductPlan)
     with without_autocast(x.device.type):
         fp8 = fp8_weights.in_block(w, w3, form.layout, learns=learns)
         if learns:
-            how = call.form, (call.M, call.x_rows, call.y_rows), fp8
+            how = call.form, sizes, fp8, new
             y: torch.Tensor = fp8_training.Fp8Gemm.apply(x, w3, call.m_sizes, weights, bias, index, *how)  # type: ignore[no-untyped-call]
-            return y
-        y = fp8_training.product(call._replace(w=w3), x, fp8, out)
-    if out is not None:  # autograd does not see that a launch changes it
-        torch.autograd.graph.increment_version(out)
+        elif new is not None:
+            y = new.product(x, w, call.m_sizes, weights, bias, index, sizes, fp8, out)
+        else:
+            y = fp8_training.product(call, x, fp8, out)
+    if place is not None and new is not None and new.programs:
+        remember(place.plans, place.key, new)
+    if out is not None:
+        _written(out)
     return y
+
+
+class _Place(NamedTuple):
+    """Where a call's plan is, for M sorted rows: a table, its key there, and whether it is for any number of rows."""
+
+    plans: dict[object, Any]
+    key: object
+    M: int
+    varies: bool
+
+
+def _place(
+    x: Any,
+    w: Any,
+    form: Form,
+    index: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    fuse_mul_post: bool,
+    bias: torch.Tensor | None,
+    expected_rows: int | None,
+    out: torch.Tensor | None,
+) -> _Place | None:
+    """The place of the plan of a product; None of what has none: the checks say what is wrong, if anything is."""
+    if type(x) not in tensors.PLAIN or torch.compiler.is_compiling() or not tensors.on_gpu(x):
+        return None
+    current = hooks.current() if hooks.blocks else hooks.snapshot
+    plans = snapshot().plans if current is None else current.plans
+    try:
+        M, slots = x.shape[0] * (form.topk if form.permute_x else 1), form.topk if form.permute_y else 1
+        varies = takes_any_rows(M, slots, x, index, weights, out)
+        rows = bucket_of(M) if varies else sizes_of(x, index, weights, out)
+        sorted_rows = M if index is None else index.shape[0]
+        expected = None
+        if expected_rows is not None:
+            expected = expected_bucket("grouped_gemm", expected_rows, sorted_rows, "M")
+        there = index is None, weights is None, bias is None, out is None
+        return _Place(
+            plans, ("fp8", w.data_ptr(), rows, form, fuse_mul_post, x.requires_grad, there, expected), M, varies
+        )
+    except tensors.UNUSABLE:
+        return None
+
+
+class Fp8ProductPlan(ProductPlan):
+    """The programs of one product in fp8, which quantise its w each time, or read what a block keeps of it."""
+
+    __slots__ = ("programs",)
+
+    def __init__(self, *of: Any, **how: Any) -> None:
+        super().__init__(*of, **how)
+        self.programs: dict[bool, Program] = {}  # by whether w is to be quantised
+
+    def learn(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        m_sizes: torch.Tensor,
+        weights: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        index: torch.Tensor | None,
+        sizes: tuple[int, int, int],
+    ) -> torch.Tensor:
+        fp8 = fp8_weights.in_block(w, w, self.form.layout, learns=True)
+        return _apply_gemm(x, w, m_sizes, weights, bias, index, self.form, sizes, fp8, self)
+
+    def forward(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        m_sizes: torch.Tensor,
+        weights: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        index: torch.Tensor | None,
+        sizes: tuple[int, int, int],
+        adapter: None = None,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """y of a call that needs no gradient."""
+        fp8 = fp8_weights.in_block(w, w, self.form.layout, learns=False)
+        y = self.product(x, w, m_sizes, weights, bias, index, sizes, fp8, out)
+        if out is not None:
+            _written(out)
+        return y, None
+
+    def product(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        m_sizes: torch.Tensor,
+        weights: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        index: torch.Tensor | None,
+        sizes: tuple[int, int, int],
+        fp8: Fp8Weights,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run ``fp8_training.product`` without checks."""
+        inputs = (x, w, *_tensors_of([fp8.of_forward]), m_sizes, weights, bias, index, out)
+        key = fp8.of_forward is None
+        program = self.programs.get(key)
+        if program is not None:
+            return program.run(sizes[0], current_stream(self._device), inputs)[0]  # type: ignore[return-value]
+        call = Call(self.form, w, m_sizes, Fusions(index, weights, bias), *sizes)
+        with without_autocast(x.device.type):
+            (y,), program = self._recorded(
+                call.M, inputs, lambda executor: (fp8_training.product(call, x, fp8, out, executor),)
+            )
+        if program is not None:
+            self.programs[key] = program
+        return y  # type: ignore[return-value]
+
+    def gradients(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor | None,
+        saved: fp8_training.SavedWeights,
+        m_sizes: torch.Tensor,
+        index: torch.Tensor | None,
+        needs: tuple[bool, bool, bool, bool],
+        sizes: tuple[int, int, int],
+    ) -> Results | None:
+        """Run ``fp8_training.product_gradients`` by a program, if rows stay in place or x is gathered, without weights.
+
+        None where that has to compute them.
+        """
+        form, M, key = self.form, sizes[0], (*needs, saved.kept is None)
+        index = index if form.permute_x else None
+        guarded = (dy, x, index, saved.w, *_tensors_of([saved.kept]))
+        if m_sizes.dtype is not self._counts or not has_rows(M, dy, index):
+            return None
+        if x is not None and x.shape[0] != sizes[1]:
+            return None
+        inputs, loose = (*guarded, m_sizes), 0 if self._own_sizes else 3
+        gradient = self._gradients.get(key)
+        if gradient is not None:
+            return self._again(gradient, M, inputs, loose)
+        if form.permute_y or not any(needs) or needs[2] or needs[3]:
+            return None
+        if type(dy) is not torch.Tensor or not dy.is_contiguous():
+            return None
+        fusions = Fusions(index, None, None)
+        return self._first(
+            key,
+            M,
+            inputs,
+            len(guarded),
+            lambda executor: fp8_training.product_gradients(
+                form, sizes, dy, x, saved, m_sizes, fusions, needs, executor
+            ),
+            loose,
+        )
 
 
 def layer(

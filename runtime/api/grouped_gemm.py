@@ -19,7 +19,7 @@ from ..driver.device import tf32_allowed, without_autocast
 from ..launch.program import remember
 from ..ops import low_rank
 from ..ops.low_rank import Lora, scales_of
-from .product_plan import ProductPlan, plan
+from .product_plan import ProductPlan, plan, sizes_of, takes_any_rows
 
 if TYPE_CHECKING:
     from ..dispatch.pin import KernelPair, Pin
@@ -297,17 +297,11 @@ def grouped_gemm(
     if key is not None:  # the key depends on the sizes and on tf32
         plan = None
         try:
-            varies = (
-                M > 0
-                and tensor.is_contiguous()
-                and (not permute_y or not M % topk)
-                and (gather_indices is None or gather_indices.shape[0] == M)
-                and (topk_weights is None or (topk_weights.numel() == M and topk_weights.is_contiguous()))
-                and (out is None or (out.shape[0] == M and out.is_contiguous()))
-            )
+            slots = topk if permute_y else 1
+            varies = takes_any_rows(M, slots, tensor, gather_indices, topk_weights, out)
             tf32 = tf32_allowed(tensor.dtype)
             if tf32 or not varies:
-                rows = key[1] if varies else _sizes(tensor, gather_indices, topk_weights, out)
+                rows = key[1] if varies else sizes_of(tensor, gather_indices, topk_weights, out)
                 key = (key[0], rows, *key[2:], tf32)
                 plan = None if snapshot is None else snapshot.plans.get(key)
         except _UNUSABLE:
@@ -383,10 +377,6 @@ def _by_itself(
     if _duals._current_level >= 0:
         tensors.no_tangents("grouped_gemm", x, w, fused["topk_weights"], fused["bias"])
     return fp8.product(precision, x, w, m_sizes, form_of(**form), **fused)
-
-
-def _sizes(*operands: torch.Tensor | None) -> tuple[object, ...]:
-    return tuple([None if operand is None else (operand.shape, operand.stride()) for operand in operands])
 
 
 def _expected(rows: int, M: int, gather_indices: torch.Tensor | None) -> int | None:

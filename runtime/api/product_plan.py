@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ..weights.expert_weights import ExpertWeights
 
 _W: TypeAlias = "torch.Tensor | ExpertWeights"
+_Plan = TypeVar("_Plan", bound="ProductPlan")
 _Sizes: TypeAlias = "tuple[int, int, int]"  # M, the rows of x, the rows of y
 
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -148,13 +149,27 @@ class ProductPlan(Programs):
             if adapter is not None:
                 how = self.autograd.Adapted(self.form, sizes, adapter.scale, self)
                 return self.autograd.apply_adapted(x, w, m_sizes, weights, bias, adapter.A, adapter.B, index, how)
-            return self.autograd.apply(x, w, m_sizes, weights, bias, index, self.form, sizes, self)
+            return self.learn(x, w, m_sizes, weights, bias, index, sizes)
         program = self.program
         if program is None:
             return self.forward(x, w, m_sizes, weights, bias, index, sizes or (M, x.shape[0], M), adapter, out)[0]
         y = program.run(M, stream_of(self._device), inputs)[0]
         if out is not None:
             _written(out)
+        return y
+
+    def learn(
+        self,
+        x: torch.Tensor,
+        w: _W,
+        m_sizes: torch.Tensor,
+        weights: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        index: torch.Tensor | None,
+        sizes: _Sizes,
+    ) -> torch.Tensor:
+        """y of a call that needs a gradient."""
+        y: torch.Tensor = self.autograd.apply(x, w, m_sizes, weights, bias, index, self.form, sizes, self)
         return y
 
     def forward(
@@ -205,7 +220,7 @@ class ProductPlan(Programs):
         operands: Any = (w,) if self._dense else operands_of(w).values()  # type: ignore[arg-type]
         index = index if form.permute_x else None
         inputs = (dy, x, u, index, adapter.A, adapter.B, *operands, m_sizes)
-        if m_sizes.dtype is not self._counts or not _has_rows(M, dy, u, index):
+        if m_sizes.dtype is not self._counts or not has_rows(M, dy, u, index):
             return None
         if x is not None and x.shape[0] != sizes[1]:
             return None
@@ -239,12 +254,14 @@ class ProductPlan(Programs):
     ) -> Results | None:
         """Return (dx, dw, None, None) of a plain call; None if ``autograd.backward`` must compute them."""
         M = sizes[0]
-        if m_sizes.dtype is not self._counts or not _has_rows(M, dy, x):
+        if m_sizes.dtype is not self._counts or not has_rows(M, dy, x):
             return None
         gradient, loose = self._gradients.get(needs), 0 if self._own_sizes else 2
         if gradient is not None:
             return self._again(gradient, M, (dy, x, w, m_sizes), loose)
-        if not self.form.plain or needs[2] or needs[3] or not self._dense or (needs[0] and w is None):
+        if not self.form.plain or not any(needs) or needs[2] or needs[3]:
+            return None
+        if not self._dense or (needs[0] and w is None):
             return None
         if type(dy) is not torch.Tensor or not replays(dy.dtype) or not dy.is_contiguous():
             return None
@@ -345,9 +362,36 @@ def _lows(w: _W) -> list[int]:
     return [] if isinstance(w, torch.Tensor) else [address_of(tensor) & LOW for tensor in operands_of(w).values()]
 
 
-def _has_rows(M: int, *tensors: torch.Tensor | None) -> bool:
+def has_rows(M: int, *tensors: torch.Tensor | None) -> bool:
     """True if all tensors have M rows. (The guard of a plan for any M does not compare rows.)"""
     return all(tensor is None or tensor.shape[0] == M for tensor in tensors)
+
+
+def takes_any_rows(
+    M: int,
+    slots: int,
+    x: torch.Tensor,
+    index: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> bool:
+    """True if the plan of a call of M sorted rows is for all M of its bucket, False if it is for these sizes alone.
+
+    M has to be a multiple of ``slots``: of topk with permute_y, else of 1.
+    """
+    return (
+        M > 0
+        and x.is_contiguous()
+        and not M % slots
+        and (index is None or index.shape[0] == M)
+        and (weights is None or (weights.numel() == M and weights.is_contiguous()))
+        and (out is None or (out.shape[0] == M and out.is_contiguous()))
+    )
+
+
+def sizes_of(*operands: torch.Tensor | None) -> tuple[object, ...]:
+    """The sizes and strides of the operands: a part of the key of a plan that is for these alone."""
+    return tuple([None if operand is None else (operand.shape, operand.stride()) for operand in operands])
 
 
 def plan(
@@ -361,7 +405,8 @@ def plan(
     *,
     varies: bool,
     adapter: LowRank | None = None,
-) -> ProductPlan | None:
+    kind: type[_Plan] = ProductPlan,  # type: ignore[assignment]
+) -> _Plan | None:
     """An empty plan for this call, or None if calls like it must be checked each time.
 
     Tensors are as the caller passed them, an adapter as ``as_used`` returns it. With ``varies`` the plan is for all M
@@ -400,6 +445,6 @@ def plan(
         and index is None
         and adapter is None
     )
-    if varies and alone and not learns:
-        return PlainPlan(call, inputs, same, out)
-    return ProductPlan(call, inputs, same, out, varies=varies)
+    if kind is ProductPlan and varies and alone and not learns:
+        return PlainPlan(call, inputs, same, out)  # type: ignore[return-value]
+    return kind(call, inputs, same, out, varies=varies)

@@ -64,8 +64,12 @@ class Fp8Gemm(torch.autograd.Function):
         form: Form,
         sizes: tuple[int, int, int],
         fp8: Fp8Weights,
+        plan: Any = None,
     ) -> torch.Tensor:
-        """The product; what a gradient needs is saved. ``fp8`` is what a block keeps of w."""
+        """The product; what a gradient needs is saved.
+
+        ``fp8`` is what a block keeps of w, and ``plan`` an ``api.fp8.Fp8ProductPlan``.
+        """
         note_mode(ctx)
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
         inner = needs_x or needs_weights
@@ -74,7 +78,10 @@ class Fp8Gemm(torch.autograd.Function):
             x if needs_w or needs_weights else None, w if keeps_w else None, m_sizes, weights, bias, index
         )
         kind = None if weights is None else weights.dtype
-        ctx.call = form, sizes, fp8.of_dx if inner else None, w.shape, w.dtype, kind
+        ctx.call = form, sizes, fp8.of_dx if inner else None, w.shape, w.dtype, kind, plan
+        if plan is not None:
+            y: torch.Tensor = plan.product(x, w, m_sizes, weights, bias, index, sizes, fp8)
+            return y
         return product(Call(form, w, m_sizes, Fusions(index, weights, bias), *sizes), x, fp8)
 
     @staticmethod
@@ -82,17 +89,19 @@ class Fp8Gemm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that are needed, None for the others."""
         x, w, m_sizes, weights, bias, index = ctx.saved_tensors
-        form, sizes, of_weights, w_shape, w_dtype, kind = ctx.call
+        form, sizes, kept, w_shape, w_dtype, kind, plan = ctx.call
         m_sizes = autograd.counts_as_saved(dy, None, w_shape, m_sizes, weights, kind)
-        dy = in_memory("dy", dy)
-        with without_autocast(dy.device.type):
-            call = Call(
-                form, dy.new_empty(w_shape[-1:]).expand(w_shape), m_sizes, Fusions(index, weights, bias), *sizes
-            )
-            saved = SavedWeights("w", w, of_weights, w_shape, w_dtype)
-            call = call._replace(of_dx=saved.transposed("grouped_gemm", dy.device, form.layout))
-            dx, dw, dweights, dbias = autograd.backward(call, dy, x, wanted(ctx.needs_input_grad, form))
-        return dx, dw, None, dweights, dbias, None, None, None, None
+        saved, needs = SavedWeights("w", w, kept, w_shape, w_dtype), wanted(ctx.needs_input_grad, form)
+        results = None
+        if plan is not None and weights is None:
+            results = plan.gradients(dy, x, saved, m_sizes, index, needs, sizes)
+        if results is None:
+            dy = in_memory("dy", dy)
+            with without_autocast(dy.device.type):
+                fusions = Fusions(index, weights, bias)
+                results = product_gradients(form, sizes, dy, x, saved, m_sizes, fusions, needs)
+        dx, dw, dweights, dbias = results
+        return dx, dw, None, dweights, dbias, None, None, None, None, None
 
 
 def product(
@@ -103,6 +112,24 @@ def product(
     w = of_forward(call.dense, layout, executor) if fp8.of_forward is None else fp8.of_forward
     call = call._replace(form=call.form._replace(layout=Layout.NK), w=w)
     return low_rank.forward(call, x.contiguous(), out, executor)
+
+
+def product_gradients(
+    form: Form,
+    sizes: tuple[int, int, int],
+    dy: torch.Tensor,
+    x: torch.Tensor | None,
+    saved: SavedWeights,
+    m_sizes: torch.Tensor,
+    fusions: Fusions,
+    needs: tuple[bool, bool, bool, bool],
+    executor: EagerExecutor = EAGER,
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of x, w, topk_weights and bias that ``needs`` asks for."""
+    outline = dy.new_empty(saved.shape[-1:]).expand(saved.shape)
+    of_dx = saved.transposed("grouped_gemm", dy.device, form.layout)
+    call = Call(form, outline, m_sizes, fusions, *sizes, of_dx=of_dx)
+    return autograd.backward(call, dy, x, needs, executor)
 
 
 class Fp8Layer(torch.autograd.Function):

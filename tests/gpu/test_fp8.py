@@ -157,8 +157,8 @@ def long_way(step: Step, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return results
 
 
-def same(found: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, found, want))
+def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize(("of_codes", "dtype", "layout"), list(itertools.product((True, False), DTYPES, ("nk", "kn"))))
@@ -205,20 +205,50 @@ def test_a_graph_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
                 w.mul_(1.5)
 
 
+@pytest.mark.parametrize("form", [{}, {"topk": 1, "permute_x": True}, {"topk": 2, "permute_y": True}], ids=str)
+def test_a_product_that_comes_again_has_the_same_bits(
+    form: dict[str, bool | int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_products, "LEAST", 0)
+    M, w = 1024, (drawn(E, I, H, seed=1) / 16).requires_grad_()
+    x, dy, m_sizes = (
+        drawn(M, H).requires_grad_(),
+        drawn(M, I, seed=2),
+        torch.full((E,), M // E, dtype=torch.int32).cuda(),
+    )
+    index = torch.randperm(M, generator=torch.Generator().manual_seed(0)).cuda() if form else None
+
+    def step() -> list[torch.Tensor]:
+        y = grouped_gemm(x, w, m_sizes, gather_indices=index, precision="fp8", **form)  # type: ignore[arg-type]
+        return [y.detach(), *torch.autograd.grad(y, (x, w), dy)]
+
+    want = long_way(step, monkeypatch)
+    for _ in range(3):
+        assert same(step(), want)
+    (plan,) = snapshot().plans.values()
+    assert plan.programs
+    assert any(plan._gradients.values()) is ("permute_y" not in form)
+    w.data.mul_(2)
+    assert same(step(), long_way(step, monkeypatch))
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_threads_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has leaves of its own, of the same weights' memory."""
     monkeypatch.setattr(fp8_products, "LEAST", 0)
     _, experts = layer_step(512)
-    steps = [step_of(tokens, experts) for tokens in (500, 512, 530)]
-    want, wrong = [step() for step in steps], list[int]()
-
-    def work(at: int) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(20):
-                if not same(steps[at](), want[at]):
-                    wrong.append(at)
-
+    many = (500, 512, 530)
+    want, wrong = {tokens: step_of(tokens, experts)() for tokens in many}, list[int]()
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=work, args=(at,)) for at in range(len(steps))]
+
+    def work(tokens: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            step = step_of(tokens, [w.detach().requires_grad_() for w in experts])
+            for _ in range(20):
+                if not same(step(), want[tokens]):
+                    wrong.append(tokens)
+
+    threads = [threading.Thread(target=work, args=(tokens,)) for tokens in many]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Plans of layers in fp8: a call that comes again has the bits of the long way, whatever was written in between."""
+"""Plans of layers and products in fp8: calls that come again have the long way's bits, whatever was written before."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 import torch
 from coded_machine import TOP_K, E, H, I, Machine, routed
 from emulated_driver import Launch, emulated
-from host_gpu import ALL, PASSES, PERSISTENT, Replay, bundle_bytes, replays
+from host_gpu import ALL, PASSES, PERSISTENT, bundle_bytes
 
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.publishing import publish
 from pretuned.artifacts.records import DType, Op, RowOp
 from pretuned.kernels import search
-from pretuned.runtime import Lora, moe_mlp, reload, reuse_fp8_weights
+from pretuned.runtime import Lora, grouped_gemm, moe_mlp, reload, reuse_fp8_weights, sort_routing
 from pretuned.runtime.dispatch import snapshot
 from pretuned.runtime.launch import program
 from pretuned.runtime.ops import fp8_products
@@ -75,11 +75,11 @@ class Replayed:
         self.rows: list[int] = []
         self.forwards = self.gradients = 0
 
-    def note(self, replay: Replay) -> None:
-        layers = snapshot.snapshot().plans.values()
-        forward = any(replay.is_of(each) for plan in layers for each in plan.programs.values())
+    def note(self, ran: program.Program, M: int) -> None:
+        plans = snapshot.snapshot().plans.values()
+        forward = any(each is ran for plan in plans for each in plan.programs.values())
         self.forwards, self.gradients = self.forwards + forward, self.gradients + (not forward)
-        self.rows.append(replay.M)
+        self.rows.append(M)
 
     def counts(self) -> tuple[int, int]:
         counts = self.forwards, self.gradients
@@ -88,10 +88,23 @@ class Replayed:
 
 
 @pytest.fixture
-def replayed() -> Iterator[Replayed]:
-    noted = Replayed()
-    with replays(noted.note):
-        yield noted
+def replayed(monkeypatch: pytest.MonkeyPatch) -> Replayed:
+    """Notes each program that runs."""
+    replayed = Replayed()
+
+    class Noted(program.Program):
+        def __init__(self, *recorded: Any) -> None:
+            super().__init__(*recorded)
+            run = self.run
+
+            def noted(M: int, stream: int, inputs: Any) -> Any:
+                replayed.note(self, M)
+                return run(M, stream, inputs)
+
+            self.run = noted
+
+    monkeypatch.setattr(program, "Program", Noted)
+    return replayed
 
 
 @contextlib.contextmanager
@@ -99,9 +112,9 @@ def long_way() -> Iterator[None]:
     """Neither makes nor runs plans."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "KINDS", ())
-        reload()
+        snapshot.snapshot().plans.clear()
         yield
-    reload()
+        assert not snapshot.snapshot().plans
 
 
 def layer(
@@ -282,7 +295,7 @@ def test_weights_that_a_block_keeps_have_plans_too(replayed: Replayed, machine: 
         step(inputs)
         with torch.no_grad():
             inputs["down_weight"].add_(1)  # against the rule, but counted
-        got, again_found = step(inputs), step(inputs)
+        got, got_again = step(inputs), step(inputs)
         with torch.no_grad():
             inputs["gate_up_weight"].add_(1)
             y = moe_mlp(**inputs, **FP8)  # type: ignore[arg-type]
@@ -291,7 +304,7 @@ def test_weights_that_a_block_keeps_have_plans_too(replayed: Replayed, machine: 
         after = step(inputs)
     assert same(last, after)
     assert torch.equal(y, after[0])
-    assert same(got, again_found)
+    assert same(got, got_again)
     assert not torch.equal(got[0], want[0])
     with torch.no_grad():
         inputs["gate_up_weight"].sub_(1)
@@ -470,3 +483,173 @@ def test_threads_share_a_plan(replayed: Replayed) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+N, K = 256, 384
+SIZES = [40, 0, 1, 7]  # rows of each expert
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gathered": {"topk": TOP_K, "permute_x": True},
+    "a slot each": {"topk": 1, "permute_x": True},
+    "scattered": {"topk": TOP_K, "permute_y": True},
+    "weighted": {"topk": TOP_K, "permute_x": True, "permute_y": True, "fuse_mul_post": True},
+    "dX": {"dX_only": True},
+    "dW": {"dW_only": True},
+    "zero tail": {"zero_tail": True},
+}
+GRADIENT_PLANNED = {"plain", "a slot each", "dX", "dW", "zero tail"}
+
+
+def product(form: dict[str, Any], needs: Sequence[str] = ("x", "w"), tokens: int = T, **how: Any) -> Inputs:
+    """A product's tensors, by the names of ``grouped_gemm``."""
+    g = torch.Generator().manual_seed(tokens)
+    layout, dtype = how.get("layout", "nk"), how.get("dtype", torch.bfloat16)
+    k = form.get("topk", 1)
+    moves = "topk" in form
+    M = tokens * k if moves else sum(SIZES) + 5
+    w = (torch.randn(E, *((N, K) if layout == "nk" else (K, N)), generator=g) / K**0.5).to(dtype)
+    inputs = {"x": torch.randn(tokens if form.get("permute_x") else M, K, generator=g).bfloat16(), "w": w}
+    inputs["m_sizes"] = torch.tensor(SIZES, dtype=torch.int32)
+    if moves:
+        routing = sort_routing(torch.rand(tokens, E, generator=g).topk(k).indices, E)
+        inputs |= {"gather_indices": routing.gather_indices, "m_sizes": routing.m_sizes}
+    if form.get("fuse_mul_post"):
+        inputs["topk_weights"] = torch.rand(tokens, k, generator=g)
+    if how.get("biased"):
+        inputs["bias"] = torch.randn(E, N, generator=g).bfloat16()
+    for name in needs:
+        inputs[name].requires_grad_()
+    return inputs
+
+
+def multiply(inputs: Inputs, form: dict[str, Any], **how: Any) -> list[torch.Tensor]:
+    """y of the rows of experts, and all gradients."""
+    leaves = [tensor for tensor in inputs.values() if tensor.requires_grad]
+    y = grouped_gemm(**inputs, **form, **FP8, **how)  # type: ignore[arg-type]
+    used = len(y) if "gather_indices" in inputs else sum(SIZES)
+    if not y.requires_grad:
+        return [y[:used]]
+    dy = torch.sin(torch.arange(y.numel())).view(y.shape).to(y.dtype)
+    grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
+    pairs = [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
+    return [y.detach()[:used], *(grad[:used] if leaf is inputs["x"] else grad for leaf, grad in pairs)]
+
+
+NEEDS = ((), ("x",), ("w",), ("x", "w"))
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "layout", "biased"),
+    [
+        *itertools.product(FORMS, NEEDS, ["nk"], [False]),
+        *itertools.product(("plain", "weighted"), NEEDS[::3], ["nk", "kn"], [True]),
+    ],
+)
+def test_a_product_that_comes_again_is_planned(
+    replayed: Replayed, name: str, needs: tuple[str, ...], layout: str, biased: bool
+) -> None:
+    form = FORMS[name]
+    inputs, how = product(form, needs, layout=layout, biased=biased), {"w_layout": layout}
+    with long_way():
+        want = multiply(inputs, form, **how)
+    for _ in range(3):
+        assert same(multiply(inputs, form, **how), want)
+    wanted = set(needs) - ({"w"} if name == "dX" else {"x"} if name == "dW" else set())
+    planned = bool(wanted) and (name in GRADIENT_PLANNED or (needs == ("w",) and name == "gathered"))
+    assert replayed.counts() == (2, 2 * planned)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("of_codes", [True, False])
+def test_a_product_of_every_kind_of_weights(
+    replayed: Replayed, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, of_codes: bool
+) -> None:
+    if not of_codes:
+        monkeypatch.setattr(fp8_products, "LEAST", 2000)
+    inputs = product({}, dtype=dtype)
+    with long_way():
+        want = multiply(inputs, {})
+    for _ in range(2):
+        assert same(multiply(inputs, {}), want)
+    with reuse_fp8_weights():
+        for _ in range(2):
+            assert same(multiply(inputs, {}), want)
+        with torch.no_grad():
+            assert torch.equal(multiply(inputs, {})[0], want[0])
+    assert replayed.counts() == (3, 2)
+    _through_data(inputs["w"])
+    got = multiply(inputs, {})
+    with long_way():
+        assert same(got, multiply(inputs, {}))
+    assert not torch.equal(got[0], want[0])
+
+
+def test_products_of_other_rows_and_sizes(replayed: Replayed) -> None:
+    form = FORMS["a slot each"]
+    calls = {count: product(form, tokens=count) for count in (24, 23, 30, 45)}
+    w = calls[24]["w"]
+    with long_way():
+        want = {count: multiply(inputs | {"w": w}, form) for count, inputs in calls.items()}
+    for count, inputs in calls.items():
+        assert same(multiply(inputs | {"w": w}, form), want[count])
+    assert replayed.counts() == (3, 3)  # they are of one bucket
+    inputs = calls[24] | {"w": w}
+    part = inputs | {"gather_indices": inputs["gather_indices"][:20]}  # not all slots: a plan of these sizes
+    with long_way():
+        want_part = grouped_gemm(**part, **form, **FP8).detach()  # type: ignore[arg-type]
+    for _ in range(2):
+        assert torch.equal(grouped_gemm(**part, **form, **FP8)[:20], want_part[:20])  # type: ignore[arg-type]
+    assert replayed.counts() == (1, 0)
+    wide = inputs | {"x": torch.cat([inputs["x"].detach()] * 2, 1)[:, :K]}
+    assert torch.equal(multiply(wide, form)[0], want[24][0])
+    assert replayed.counts() == (0, 0)
+
+
+def test_a_products_out_is_written_by_a_plan(replayed: Replayed) -> None:
+    inputs = product({}, ())
+    with long_way():
+        want = multiply(inputs, {})[0]
+    for _ in range(3):
+        out = torch.zeros(len(inputs["x"]), N, dtype=torch.bfloat16)
+        version = out._version
+        assert torch.equal(multiply(inputs, {}, out=out)[0], want)
+        assert torch.equal(out[: sum(SIZES)], want)
+        assert out._version > version
+    assert replayed.counts() == (2, 0)
+    square = inputs | {"w": torch.zeros(E, K, K).bfloat16()}
+    multiply(square, {}, out=torch.zeros_like(inputs["x"]))
+    with pytest.raises(InputError, match="out is in the memory of x"):
+        multiply(square, {}, out=inputs["x"])
+
+
+def test_a_product_that_is_another_one_goes_the_long_way(replayed: Replayed) -> None:
+    inputs = product({})
+    with long_way():
+        want = multiply(inputs, {})
+    multiply(inputs, {})
+    odd = torch.cat([torch.zeros(1).bfloat16(), inputs["x"].detach().flatten()])[1:].view(-1, K).requires_grad_()
+    for changed in (
+        {"x": odd},
+        {"w": inputs["w"].detach().view(-1, K).requires_grad_()},
+    ):
+        got = multiply(inputs | changed, {})
+        for t, w in zip(got, want, strict=True):  # torch takes an x that is not aligned
+            torch.testing.assert_close(t.view(w.shape), w, rtol=0.02, atol=0.02)
+    assert replayed.counts() == (0, 0)
+    multiply(inputs, {})
+    replayed.counts()
+
+    def unpack(t: torch.Tensor) -> torch.Tensor:
+        return t[:-1] if t.dim() == 3 else t
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack), pytest.raises(InputError, match="a hook"):
+        multiply(inputs, {})
+    assert replayed.counts() == (1, 0)
+    y = grouped_gemm(**inputs, **FP8)  # type: ignore[arg-type]
+    reload()  # the bundles may be others
+    dy = torch.sin(torch.arange(y.numel())).view(y.shape).to(y.dtype)
+    dx, dw = torch.autograd.grad(y, (inputs["x"], inputs["w"]), dy)
+    assert same([dx[: sum(SIZES)], dw], want[1:])
+    assert replayed.counts()[1] == 0
+    with pytest.raises(InputError, match="wanted 'fp8'"):
+        grouped_gemm(**inputs, precision="fp4")  # type: ignore[arg-type]

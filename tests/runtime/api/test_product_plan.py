@@ -403,6 +403,13 @@ def test_a_plain_backward_is_planned_too(
     assert {op for op, _ in device.launched} >= {Op.FORWARD}
 
 
+def test_a_backward_that_wants_no_gradient_comes_again(planned: list[product_plan.ProductPlan]) -> None:
+    x, w, m_sizes = call(x=False, w=True)
+    for _ in range(3):
+        y = grouped_gemm(x, w, m_sizes, dX_only=True)
+        assert torch.autograd.grad(y, w, torch.ones_like(y), allow_unused=True) == (None,)
+
+
 def test_another_call_goes_the_long_way(planned: list[product_plan.ProductPlan]) -> None:
     x, w, m_sizes = call()
     wanted = gradients(x, w, m_sizes)
