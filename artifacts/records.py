@@ -199,7 +199,8 @@ class RowOp(enum.Enum):
     - ``QUANTIZE``: all or gathered rows of x as e4m3 codes, with a scale for each 128 columns
     - ``QUANTIZE_ROWS``: all or gathered rows of x as e4m3 codes, with a scale for each row
     - ``QUANTIZE_COLUMNS``: sorted rows of x as e4m3 codes, transposed, with a scale for each 128 rows of an expert and
-      column; also as QUANTIZE does
+      column
+    - ``QUANTIZE_BOTH``: QUANTIZE_COLUMNS and QUANTIZE, of one read of x
     - ``ORDER_CODES``: all or gathered rows of codes and scales, as QUANTIZE and QUANTIZE_ROWS write them
     - ``ACTIVATION``: a[i] = act(h[i])
     - ``ACTIVATION_CODES``: ACTIVATION, then QUANTIZE
@@ -221,11 +222,13 @@ class RowOp(enum.Enum):
     QUANTIZE = "quantize"
     QUANTIZE_ROWS = "quantize_rows"
     QUANTIZE_COLUMNS = "quantize_columns"
+    QUANTIZE_BOTH = "quantize_both"
     ORDER_CODES = "order_codes"
     ACTIVATION = "activation"
     ACTIVATION_CODES = "activation_codes"
     ACTIVATION_ROW_CODES = "activation_row_codes"
     ACTIVATION_GRAD = "activation_grad"
+    ACTIVATION_GRAD_CODES = "activation_grad_codes"
     COMBINE = "combine"
     CLEAR = "clear"
     PLACE_ROWS = "place_rows"

@@ -210,7 +210,9 @@ def test_the_kernels_of_weights_are_those_of_every_format() -> None:
     assert {made_of(variant) for variant in variants} == {
         asked_for(spec) for spec in (*weight_specs(tuple(DType)), *gemms, *rows)
     }
-    assert all(variant.spill_bytes <= 8 for variant in variants)
+    # With 168 registers ACTIVATION_GRAD_CODES spills nothing, and takes 1.16 times as long: half as many programs fit.
+    most = {RowOp.ACTIVATION_GRAD_CODES: 112}
+    assert all(variant.spill_bytes <= most.get(variant.op, 8) for variant in variants)
 
 
 @pytest.mark.slow

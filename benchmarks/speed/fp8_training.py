@@ -294,16 +294,15 @@ def deepgemm_products(place: Path) -> Callable[..., dict[str, Callable[[], objec
         ks = whole.tolist()
 
         def of_columns(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            """Each expert's [C, rows] codes one after another, and scales [P / 128, C]."""
+            """Each expert's [C, rows] codes one after another, and scales [C, P / 128], C innermost."""
             parts, scales = [], []
             for part in t.split(ks):
                 if len(part):
                     code, scale = codes(part.T.contiguous(), 1)
                     parts.append(code.reshape(-1))
                     scales.append(scale.T)
-            return torch.cat([p.view(torch.uint8) for p in parts]).view(torch.float8_e4m3fn), torch.cat(
-                scales
-            ).contiguous()
+            every = torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+            return every, torch.cat(scales).contiguous().T
 
         left, right = of_columns(wide_dy), of_columns(wide_x)
         counts = whole.int()

@@ -33,6 +33,9 @@ arguments by launch ABI 1, in addition to those in kernels/entry.py:
 ``w``                      device pointer to w [E, M, columns], rows dense, of bf16 or as the flags say
 ``words stored``           device pointers to codes in either layout, and in the checkpoint's alone
 ``scales zeros outer``     device pointers to what is beside codes, in the layout of these
+``column_codes a_codes``   device pointers to e4m3 [columns of dh or x, places] and [columns, places], with the scales
+``column_scale a_scale``   fp32 [places / 128, columns or columns / 128]; ``places`` is ``places_for`` of M and E
+``dots``                   device pointer to fp32 [columns / 128, M]
 ``most``                   device pointer to int32: for each program the bits of a float32, of MOVE_CODES 1 for NaN
 ``step_expert step_row``   int32: from an expert of w, and from a row, to the next, in numbers
 =========================  ===================================================================
@@ -59,6 +62,7 @@ WRITES_DH = 128
 WRITES_A = 256
 WRITES_DWEIGHTS = 512
 # The two launches of GATHER that read each row of x once; kernels/rowops/gather_combine.py has the same values.
+# NOTES is also the second launch of ACTIVATION_GRAD_CODES.
 NOTES = 1024
 BY_TOKEN = 2048
 # Routing weights (NARROW) or their gradients have the variant's dtype; COMBINE adds a bias (BIASED).
@@ -86,6 +90,8 @@ PREPARED = 4
 BACK = 8  # MOVE_CODES from the prepared layout
 LOOKS = 16  # MOVE_CODES to it: for NaN among e4m3 codes
 
+# Kernels that write codes along M, of 128 rows and 128 columns at a time.
+_ALONG_M = RowOp.QUANTIZE_COLUMNS, RowOp.QUANTIZE_BOTH, RowOp.ACTIVATION_GRAD_CODES
 WEIGHT_OPS = (RowOp.QUANTIZE_WEIGHTS, RowOp.DEQUANTIZE_WEIGHTS, RowOp.MOVE_CODES, RowOp.LARGEST_WEIGHT)
 
 _NUMBERS = ("limit", "alpha", "beta", "linear_beta")
@@ -95,6 +101,10 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
     RowOp.QUANTIZE_ROWS: (("x", "index", "used", "codes", "scale"), ("M", "columns", "top_k", "index_step", "flags")),
     RowOp.QUANTIZE_COLUMNS: (
         ("x", "index", "m_sizes", "column_codes", "column_scale"),
+        ("M", "columns", "places", "E", "top_k", "index_step", "m_sizes_step", "flags"),
+    ),
+    RowOp.QUANTIZE_BOTH: (
+        ("x", "index", "m_sizes", "column_codes", "column_scale", "codes", "scale"),
         ("M", "columns", "places", "E", "top_k", "index_step", "m_sizes_step", "flags"),
     ),
     RowOp.ORDER_CODES: (
@@ -118,6 +128,13 @@ _ARGUMENTS: dict[RowOp, tuple[tuple[str, ...], tuple[str, ...]]] = {
     RowOp.ACTIVATION_GRAD: (
         ("h", "da", "row_weights", "index", "used", "dh", "a", "dweights"),
         ("M", "columns", "index_step", "flags", *_NUMBERS),
+    ),
+    RowOp.ACTIVATION_GRAD_CODES: (
+        (
+            *("h", "da", "row_weights", "index", "m_sizes", "column_codes", "column_scale", "codes", "scale"),
+            *("a_codes", "a_scale", "dots", "dweights"),
+        ),
+        ("M", "columns", "places", "E", "index_step", "m_sizes_step", "flags", *_NUMBERS),
     ),
     RowOp.COMBINE: (("y", "places", "row_weights", "experts", "bias", "out"), ("M", "columns", "top_k", "flags")),
     RowOp.CLEAR: (
@@ -155,6 +172,9 @@ POINTEES = dict.fromkeys(
     "codes": "*u8",
     "column_codes": "*u8",
     "column_scale": "*fp32",
+    "a_codes": "*u8",
+    "a_scale": "*fp32",
+    "dots": "*fp32",
     "across_words": "*i32",
     "across_scales": "*fp32",
     "dweights": "*fp32",
@@ -169,7 +189,7 @@ POINTEES = dict.fromkeys(
     "most": "*i32",
     **dict.fromkeys(("h", "a", "da", "dh", "x", "y", "out", "bias"), ""),
 }
-_ROW_POINTERS = ("h", "a", "da", "dh", "x", "x_codes", "y", "out", "bias", "codes", "column_codes")
+_ROW_POINTERS = ("h", "a", "da", "dh", "x", "x_codes", "y", "out", "bias", "codes", "column_codes", "a_codes")
 # Bytes of a row that a thread loads at once (of h: of its gate; of combine: of each of 8 rows), and warps of a program.
 _THREADS = {
     RowOp.GATHER: (32, 4),
@@ -193,6 +213,9 @@ _MAX_REGISTERS = {
     RowOp.QUANTIZE: 48,
     RowOp.QUANTIZE_ROWS: 40,
     RowOp.QUANTIZE_BLOCKS: 80,
+    RowOp.QUANTIZE_COLUMNS: 128,
+    RowOp.QUANTIZE_BOTH: 128,
+    RowOp.ACTIVATION_GRAD_CODES: 128,
 }
 # Whose programs loop until there are no more rows, so that any number of them will do.
 _LOOPS = frozenset(RowOp) - {RowOp.SORT_SLOTS, RowOp.CLEAR, RowOp.PLACE_ROWS, RowOp.QUANTIZE_BLOCKS, *WEIGHT_OPS}
@@ -210,6 +233,8 @@ _BY_ROW = (
     RowOp.QUANTIZE,
     RowOp.QUANTIZE_ROWS,
     RowOp.QUANTIZE_COLUMNS,
+    RowOp.QUANTIZE_BOTH,
+    RowOp.ACTIVATION_GRAD_CODES,
     RowOp.QUANTIZE_BLOCKS,
     RowOp.ORDER_CODES,
     RowOp.ACTIVATION_ROW_CODES,
@@ -233,8 +258,12 @@ _ACTIVATION_ROW_CODES = (
 )
 _QUANTIZE_ROWS = "rowops.quantize_rows", "bdaf8002423103005fba68d10dba3b58d06ea3fc4c353f76d24fced36356c601"
 _QUANTIZE = "rowops.quantize", "feb4c75c38f4f2618066dc92d0f1b5a15e4818e5f20ba7d2d527fb901cabdd73"
-_QUANTIZE_COLUMNS = "rowops.quantize_columns", "b1e293959fad147220ae37f7939c73cc95ab53899072c7ed384884dee4976d8a"
-_QUANTIZE_BLOCKS = "rowops.quantize_blocks", "3e8c6564cef7e59d08b4b0da6205ad6f2daa6366fd649cb80504e6f1ea9b0eab"
+_QUANTIZE_COLUMNS = "rowops.quantize_columns", "d8b17906cddee4b18ad2636fa7bfbd7e28cc6dbbffe1db112669d2c76bf46b8c"
+_QUANTIZE_BLOCKS = "rowops.quantize_blocks", "5d74f1f8a203c4f889aa7adf9004e43644b4d0f560228704ddfd53eb7c6ed04e"
+_ACTIVATION_GRAD_CODES = (
+    "rowops.activation_grad_codes",
+    "ae4b1f3308d0d318884f2a020d5545197be837c17251c4bc47a47c1a9ab1261a",
+)
 _ORDER_CODES = "rowops.order_codes", "e03e0583778b02ad515b1d8e2531ca8ff03616024a68c28d9c5bbdb38cd6a098"
 _SORT = "rowops.sort", "ca5611a804955fcba89a115e4794d135c438bc3d390d173e2f538cf02eae150d"
 _PLACE = "rowops.place", "6585ec0db1ffbdfce77812de8531eea7866d992fe5451b55ccc95e1b487b7acf"
@@ -245,6 +274,7 @@ ROW_OPS = (
     Entry("activation_codes", 3, *_ACTIVATION_CODES, launched_since=3),
     Entry("activation_row_codes", 2, *_ACTIVATION_ROW_CODES, launched_since=2),
     Entry("activation_grad", 5, *_ACTIVATION, launched_since=5),
+    Entry("activation_grad_codes", 1, *_ACTIVATION_GRAD_CODES, launched_since=1),
     Entry("clear", 1, *_CLEAR, launched_since=1),
     Entry("combine", 3, *_GATHER_COMBINE, launched_since=3),
     Entry("gather", 3, *_GATHER_COMBINE, launched_since=3),
@@ -252,7 +282,8 @@ ROW_OPS = (
     Entry("place_rows", 1, *_PLACE, launched_since=1),
     Entry("quantize", 2, *_QUANTIZE, launched_since=2),
     Entry("quantize_blocks", 1, *_QUANTIZE_BLOCKS, launched_since=1),
-    Entry("quantize_columns", 1, *_QUANTIZE_COLUMNS, launched_since=1),
+    Entry("quantize_both", 1, *_QUANTIZE_COLUMNS, launched_since=1),
+    Entry("quantize_columns", 2, *_QUANTIZE_COLUMNS, launched_since=1),
     Entry("quantize_rows", 2, *_QUANTIZE_ROWS, launched_since=2),
     Entry("sort_slots", 2, *_SORT, launched_since=2),
     *(Entry(op.value, 3, *_WEIGHTS, launched_since=3) for op in WEIGHT_OPS),
@@ -272,7 +303,8 @@ CODE_OPS: Mapping[DType, CodeOps] = {
     DType.FP8_CHANNEL: CodeOps(RowOp.QUANTIZE_ROWS, RowOp.ACTIVATION_ROW_CODES, 64),
 }
 _COLUMNS = {op: ops.columns for ops in CODE_OPS.values() for op in ops[:2]}
-_COLUMNS |= {RowOp.ORDER_CODES: 64, RowOp.QUANTIZE_COLUMNS: 128}
+_COLUMNS |= {RowOp.ORDER_CODES: 64, RowOp.QUANTIZE_COLUMNS: 128, RowOp.QUANTIZE_BOTH: 128}
+_COLUMNS |= {RowOp.ACTIVATION_GRAD_CODES: 128}
 MAKES_CODES = (*_COLUMNS, RowOp.QUANTIZE_BLOCKS)
 
 
@@ -320,7 +352,7 @@ class RowOpSpec(NamedTuple):
             return Block(256, 8)
         if self.op is RowOp.PLACE_ROWS:
             return Block(512, 4)
-        if self.op in (RowOp.QUANTIZE_COLUMNS, RowOp.QUANTIZE_BLOCKS):
+        if self.op in (*_ALONG_M, RowOp.QUANTIZE_BLOCKS):
             return Block(128, 8)
         if self.op in WEIGHT_OPS:
             tile = tile_of(self.op, self.dtype)
@@ -451,7 +483,7 @@ def weight_specs(dtypes: Collection[DType]) -> tuple[RowOpSpec, ...]:
 
 def training_specs() -> tuple[RowOpSpec, ...]:
     """The row kernels of fp8 training, which convert to e4m3 in hardware: sm_89 and later."""
-    return RowOpSpec(RowOp.QUANTIZE_COLUMNS, DType.BF16), RowOpSpec(RowOp.QUANTIZE_BLOCKS, DType.BF16)
+    return tuple(RowOpSpec(op, DType.BF16) for op in (*_ALONG_M, RowOp.QUANTIZE_BLOCKS))
 
 
 def has_weight_kernels(dtype: DType) -> bool:
@@ -503,7 +535,7 @@ def divisibility(spec: RowOpSpec) -> dict[str, int]:
     pointers, _ = _ARGUMENTS[spec.op]
     rows = dict.fromkeys((name for name in pointers if name in _ROW_POINTERS), spec.alignment)
     elements = _COLUMNS.get(spec.op, spec.alignment // spec.dtype.itemsize)
-    if spec.op is RowOp.QUANTIZE_COLUMNS:
+    if spec.op in _ALONG_M:
         rows |= {"places": 128}
     return rows | {"columns": elements}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .quantize_columns import packed
+from .packed import packed
 from .weights import _load, _place_of_8
 
 # The values of kernels/rowops/__init__.py.

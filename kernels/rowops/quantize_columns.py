@@ -1,65 +1,225 @@
 """Sorted rows as e4m3 codes along M, transposed: the operands of dW in fp8.
 
-A program takes 128 rows of one expert by 128 columns at a time. A thread has eight columns of four neighbouring rows:
-the four codes of a column are a word of the transposed codes.
+A program takes 128 rows of one expert by 128 columns at a time, and copies the next columns to shared memory
+meanwhile. A thread has eight columns of eight neighbouring rows: the codes of a column's four rows are a word of the
+transposed codes. Words change threads in shared memory, so that eight threads store the 128 bytes of a column.
 """
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from ..portable_plain.tiles import expert_rows, expert_tiles, locate
+from ..gluon.pipeline import add, async_load, expert_ends
+from .packed import larger, lower_of, packed, upper_of
 
 # Flags; kernels/rowops/__init__.py has equal values.
-_PICKED: tl.constexpr = tl.constexpr(32768)
-_BLOCKS: tl.constexpr = tl.constexpr(65536)
-_EXPERTS: tl.constexpr = tl.constexpr(512)  # the most
-_GROUP: tl.constexpr = tl.constexpr(128)  # rows that share a scale
-_MOST: tl.constexpr = tl.constexpr(448.0)  # the largest e4m3 number
-_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite, 0 times that NaN
+PICKED: gl.constexpr = gl.constexpr(32768)
+BLOCKS: gl.constexpr = gl.constexpr(65536)
+_EXPERTS: gl.constexpr = gl.constexpr(512)  # the most
+GROUP: gl.constexpr = gl.constexpr(128)  # rows that share a scale
+_WORDS: gl.constexpr = gl.constexpr(32)  # of four codes, of a column and group
+_PAIRS: gl.constexpr = gl.constexpr(64)  # of neighbouring columns of a tile
+_AHEAD: gl.constexpr = gl.constexpr(4)  # blocks of columns for which a program looks up its rows once
+_MOST: gl.constexpr = gl.constexpr(448.0)  # the largest e4m3 number
+_LEAST: gl.constexpr = gl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite, 0 times that NaN
 
 
-@triton.jit
-def packed(a, b, c, d):
-    """The e4m3 codes of four numbers as the bytes of a word, those of ``a`` lowest.
-
-    Triton 3.7.1 compiles codes that are shifted and joined as integers to code that reads undefined registers.
-    """
-    return tl.inline_asm_elementwise(
-        "{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
-        "mov.b32 $0, {low, high};}",
-        "=r,f,f,f,f",
-        [a, b, c, d],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _factor(most):
+@gluon.jit
+def factor_of(most):
     """The scale of elements of which ``most`` is the largest magnitude."""
     factor = most * (1.0 / _MOST)
-    return tl.where(factor > 0, tl.maximum(factor, _LEAST), 1.0)
+    return gl.where(factor > 0, gl.maximum(factor, _LEAST), 1.0)
 
 
-@triton.jit
-def _rows(x, row, row_end, column, index, top_k, columns, index_step, flags):
-    """These columns of these rows, in x's dtype; zeros for rows from ``row_end`` on."""
-    inside = row < row_end
-    source = row.to(tl.int64)
-    if (flags & _PICKED) != 0:
-        source = (tl.load(index + source * index_step, mask=inside, other=0) // top_k).to(tl.int64)
-    return tl.load(x + source[:, None] * columns + column[None, :], mask=inside[:, None], other=0.0)
+@gluon.jit
+def _smaller(first_a, second_a, first_b, second_b):
+    return gl.minimum(first_a, first_b), gl.minimum(second_a, second_b)
 
 
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(tl.abs(a), tl.abs(b))
+@gluon.jit
+def locate(group, group_ends, ends, M):
+    """The first row of a group of 128 rows, and the end of its expert's rows."""
+    done = group_ends <= group
+    # What the groups up to an expert have room for beyond its rows never falls from an expert to the next.
+    spare, end = gl.reduce((gl.where(done, ends - group_ends * GROUP, 0), gl.where(done, M, ends)), 0, _smaller)
+    return group * GROUP + spare, end
 
 
-@triton.jit
+@gluon.jit
+def groups_of(m_sizes, m_sizes_step, M, E):
+    """The number of groups of 128 rows up to and with every expert, and the ends of their rows: [512] int32."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([_EXPERTS // 32 // gl.num_warps()], [32], [gl.num_warps()], [0])
+    count, ends = expert_ends(m_sizes, m_sizes_step, M, E, _EXPERTS, LAYOUT)
+    return gl.associative_scan(count // GROUP + (count % GROUP != 0).to(gl.int32), 0, add), ends
+
+
+@gluon.jit
+def divider(top_k):
+    """The number that ``divided`` multiplies by."""
+    return (gl.full([1], 1 << 32, gl.int64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) // top_k + 1).sum(0)
+
+
+@gluon.jit
+def divided(number, by, top_k):
+    """number // top_k of int32 numbers from 0 on, without a division."""
+    quotient = ((number.to(gl.int64) * by) >> 32).to(gl.int32)  # at most 1 too large
+    return gl.where(quotient * top_k > number, quotient - 1, quotient)
+
+
+@gluon.jit
+def quarters(tile):
+    """The four rows of each word of transposed codes, of a tile [128, C]: four [32, C]."""
+    even, odd = gl.reshape(tile, (tile.shape[0] // 4, 2, 2, tile.shape[1])).permute((0, 3, 1, 2)).split()
+    a, c = even.split()
+    b, d = odd.split()
+    return a, b, c, d
+
+
+@gluon.jit
+def store_columns(tile, codes, scale, group, block, columns, places, flags):
+    """Codes along M of 128 rows of 128 bfloat16 numbers, in words of two: of ``group``, and the 128 columns ``block``.
+
+    A thread has four words of eight rows.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    REDUCED: gl.constexpr = gl.BlockedLayout([4, 1], [WARPS // 2, 64 // WARPS], [1, WARPS], [1, 0])
+    LINES: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, WARPS], [0, 1])
+    a, b, c, d = quarters(tile)
+    most = larger(larger(a, b), larger(c, d))
+    if WARPS == 8:  # a thread has two of these rows
+        first, second = gl.reshape(most, (_WORDS // 2, 2, _PAIRS)).permute((0, 2, 1)).split()
+        most = larger(first, second)
+    r, s, t, u = quarters(gl.convert_layout(most, REDUCED))
+    most = larger(larger(r, s), larger(t, u))
+    low, high = gl.max(gl.abs(lower_of(most)), 0), gl.max(gl.abs(upper_of(most)), 0)
+    shared = (flags & BLOCKS) != 0
+    if shared:
+        both = gl.max(gl.maximum(low, high), 0)
+        low, high = gl.zeros_like(low) + both, gl.zeros_like(high) + both
+    low, high = factor_of(low), factor_of(high)
+    pair = gl.arange(0, _PAIRS, layout=low.type.layout)
+    of_group, one = gl.where(shared, columns // GROUP, columns), gl.where(shared, 0, 1)
+    of_pair = gl.where(shared, block, block * GROUP) + 2 * one * pair
+    place = scale + group.to(gl.int64) * of_group + of_pair
+    gl.store(place, low, mask=(pair == 0) | (not shared))
+    gl.store(place + 1, high, mask=(pair >= 0) & (not shared))
+    OF_TILE: gl.constexpr = gl.SliceLayout(0, a.type.layout)
+    low = gl.convert_layout(gl.div_rn(1.0, low), OF_TILE)[None, :]
+    high = gl.convert_layout(gl.div_rn(1.0, high), OF_TILE)[None, :]
+    left = packed(lower_of(a) * low, lower_of(b) * low, lower_of(c) * low, lower_of(d) * low)
+    right = packed(upper_of(a) * high, upper_of(b) * high, upper_of(c) * high, upper_of(d) * high)
+    word = gl.convert_layout(gl.reshape(gl.join(left, right), (_WORDS, GROUP)), LINES)
+    quarter = gl.arange(0, _WORDS, layout=gl.SliceLayout(1, LINES))
+    column = gl.arange(0, GROUP, layout=gl.SliceLayout(0, LINES))
+    words = codes.to(gl.pointer_type(gl.int32), bitcast=True) + (block * GROUP).to(gl.int64) * (places // 4)
+    gl.store(words + group * _WORDS + column.to(gl.int64)[None, :] * (places // 4) + quarter[:, None], word)
+
+
+@gluon.jit
+def largest_of_rows(tile):
+    """The largest magnitude of each row of a tile of words of two bfloat16 numbers."""
+    ROWS: gl.constexpr = tile.shape[0]
+    left, right = gl.reshape(tile, (ROWS, 32, 2)).split()
+    left, right = gl.reshape(larger(left, right), (ROWS, 16, 2)).split()
+    left, right = gl.reshape(larger(left, right), (ROWS, 8, 2)).split()
+    most = larger(left, right)
+    return gl.max(gl.maximum(gl.abs(lower_of(most)), gl.abs(upper_of(most))), 1)
+
+
+@gluon.jit
+def store_rows(tile, codes, scale, first, row_end, block, columns, M):
+    """Codes along K, as ``quantize`` writes them, of 128 rows from ``first`` on and the 128 columns ``block``.
+
+    A thread has eight words of four rows, as ``WIDE``.
+    """
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    factor = factor_of(largest_of_rows(tile))
+    row = first + gl.arange(0, GROUP, layout=factor.type.layout)
+    gl.store(scale + block.to(gl.int64) * (gl.cdiv(M, 4) * 4) + row, factor, mask=row < row_end)
+    # Of 64 columns k = 16 s + 8 h + 2 c + p is byte 16 c + 4 s + 2 p + (1 - h): the four of an s and c are a word.
+    front, back = gl.reshape(tile, (GROUP, 8, 2, 4)).permute((0, 1, 3, 2)).split()
+    by = gl.convert_layout(1.0 / factor, gl.SliceLayout(1, gl.SliceLayout(2, front.type.layout)))[:, None, None]
+    word = packed(lower_of(back) * by, lower_of(front) * by, upper_of(back) * by, upper_of(front) * by)
+    word = gl.reshape(gl.reshape(word, (GROUP, 2, 4, 4)).permute((0, 1, 3, 2)), (GROUP, _WORDS))
+    word = gl.convert_layout(word, LINES)
+    row = (first + gl.arange(0, GROUP, layout=gl.SliceLayout(1, LINES)))[:, None]
+    place = block * _WORDS + gl.arange(0, _WORDS, layout=gl.SliceLayout(0, LINES))[None, :]
+    words = codes.to(gl.pointer_type(gl.int32), bitcast=True)
+    gl.store(words + row.to(gl.int64) * (columns // 4) + place, word, mask=(row < row_end) & (place >= 0))
+
+
+@gluon.jit
+def _copy(tile, at, block, inside, pairs, LAYOUT: gl.constexpr):
+    """Begin to copy words of 128 columns of rows of x that begin ``at``; zeros where ``inside`` is not."""
+    pair = block * _PAIRS + gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, LAYOUT))
+    async_load(tile, at + pair[None, :], mask=inside & (pair < pairs)[None, :])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _quantize(
+    x,
+    index,
+    m_sizes,
+    column_codes,
+    column_scale,
+    codes,
+    scale,
+    M,
+    columns,
+    places,
+    E,
+    top_k,
+    index_step,
+    m_sizes_step,
+    flags,
+    ROWS: gl.constexpr,
+):
+    """Codes along M, and with ROWS along K."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([64 // gl.num_warps(), 4], [2, 16], [gl.num_warps(), 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([32 // gl.num_warps(), 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
+    tiles = gl.allocate_shared_memory(gl.int32, [2, GROUP, _PAIRS], PLAIN)
+    group_ends, ends = groups_of(m_sizes, m_sizes_step, M, E)
+    groups = gl.max(group_ends, 0)
+    across, pairs = columns // GROUP, columns // 2
+    chunks = gl.cdiv(across, _AHEAD)
+    by = divider(top_k)
+    picked = (flags & PICKED) != 0
+    item = gl.program_id(0)
+    while item < groups * chunks:
+        group = gl.where(picked, item % groups, item // chunks)
+        chunk = gl.where(picked, item // groups, item % chunks)
+        first, row_end = locate(group, group_ends, ends, M)
+        row = first + gl.arange(0, GROUP, layout=gl.SliceLayout(1, LAYOUT))
+        there = row < row_end
+        source = row
+        if picked:
+            number = gl.load(index + row.to(gl.int64) * index_step, mask=there, other=0)
+            source = divided(number, by, top_k)
+        at = x.to(gl.pointer_type(gl.int32), bitcast=True) + source.to(gl.int64)[:, None] * pairs
+        block, end = chunk * _AHEAD, gl.minimum(chunk * _AHEAD + _AHEAD, across)
+        stage = 0
+        _copy(tiles.index(0), at, block, there[:, None], pairs, LAYOUT)
+        while block < end:
+            _copy(tiles.index(stage ^ 1), at, block + 1, there[:, None] & (block + 1 < end), pairs, LAYOUT)
+            async_copy.wait_group(1)
+            gl.barrier()
+            tile = tiles.index(stage).load(LAYOUT)
+            store_columns(tile, column_codes, column_scale, group, block, columns, places, flags)
+            if ROWS:
+                store_rows(tiles.index(stage).load(WIDE), codes, scale, first, row_end, block, columns, M)
+            gl.barrier()
+            stage ^= 1
+            block += 1
+        async_copy.wait_group(0)
+        gl.barrier()
+        item += gl.num_programs(0)
+
+
+@gluon.jit
 def quantize_columns(
     x,
     index,
@@ -74,7 +234,7 @@ def quantize_columns(
     index_step,
     m_sizes_step,
     flags,
-    BLOCK: tl.constexpr,
+    BLOCK: gl.constexpr,
 ):
     """Codes of sorted rows with a scale for each 128 rows of an expert and column, transposed.
 
@@ -85,36 +245,68 @@ def quantize_columns(
 
     x [M, columns], rows dense, columns whole 128s; PICKED, row i of x is ``index[i] // top_k`` (int32 words, a step of
     2 means int64). m_sizes [E], E at most 512. column_codes are bytes [columns, places], column_scale is fp32
-    [places / 128, columns]. A program does 128 rows and BLOCK = 128 columns at a time, until there are no more.
+    [places / 128, columns]. A program does 128 rows and up to four times BLOCK = 128 columns at a time, until there are
+    no more. With PICKED the same columns of all rows come first: rows that several experts pick are in the L2 cache.
     """
-    start, end = expert_rows(m_sizes, m_sizes_step, M, E, 0, 0, _EXPERTS)
-    across = columns // BLOCK
-    tile_ends = expert_tiles(start, end, across, _GROUP)
-    total = tl.max(tile_ends, 0)
-    quarter, column = tl.arange(0, _GROUP // 4), tl.arange(0, BLOCK)
-    place = column[None, :] * (places // 4) + quarter[:, None]
-    words = column_codes.to(tl.pointer_type(tl.int32), bitcast=True)
-    tile = tl.program_id(0)
-    while tile < total:
-        _expert, inner, row_start, row_end = locate(tile, tile_ends, end, M)
-        row = row_start + inner // across * _GROUP + 4 * quarter
-        group, block = tile // across, tile % across
-        of = block * BLOCK + column
-        a = _rows(x, row, row_end, of, index, top_k, columns, index_step, flags)
-        b = _rows(x, row + 1, row_end, of, index, top_k, columns, index_step, flags)
-        c = _rows(x, row + 2, row_end, of, index, top_k, columns, index_step, flags)
-        d = _rows(x, row + 3, row_end, of, index, top_k, columns, index_step, flags)
-        most = tl.max(tl.maximum(_larger(a, b), _larger(c, d)).to(tl.float32), 0)
-        if (flags & _BLOCKS) != 0:
-            factor = _factor(tl.max(most, 0))
-            tl.store(column_scale + group.to(tl.int64) * across + block, factor)
-            inverse = tl.zeros_like(most) + tl.div_rn(1.0, factor)
-        else:
-            of_column = _factor(most)
-            tl.store(column_scale + group.to(tl.int64) * columns + of, of_column)
-            inverse = tl.div_rn(1.0, of_column)
-        by = inverse[None, :]
-        word = packed(a.to(tl.float32) * by, b.to(tl.float32) * by, c.to(tl.float32) * by, d.to(tl.float32) * by)
-        to = words + (block * BLOCK).to(tl.int64) * (places // 4) + group * (_GROUP // 4)
-        tl.store(to + place, word)
-        tile += tl.num_programs(0)
+    _quantize(
+        x,
+        index,
+        m_sizes,
+        column_codes,
+        column_scale,
+        column_codes,
+        column_scale,
+        M,
+        columns,
+        places,
+        E,
+        top_k,
+        index_step,
+        m_sizes_step,
+        flags,
+        False,
+    )
+
+
+@gluon.jit
+def quantize_both(
+    x,
+    index,
+    m_sizes,
+    column_codes,
+    column_scale,
+    codes,
+    scale,
+    M,
+    columns,
+    places,
+    E,
+    top_k,
+    index_step,
+    m_sizes_step,
+    flags,
+    BLOCK: gl.constexpr,
+):
+    """``quantize_columns`` and ``quantize`` of one read: codes along M, transposed, and codes along K.
+
+    codes are bytes [M, columns], scale fp32 [columns / 128, M], as ``quantize`` writes them of rows that have an
+    expert.
+    """
+    _quantize(
+        x,
+        index,
+        m_sizes,
+        column_codes,
+        column_scale,
+        codes,
+        scale,
+        M,
+        columns,
+        places,
+        E,
+        top_k,
+        index_step,
+        m_sizes_step,
+        flags,
+        True,
+    )

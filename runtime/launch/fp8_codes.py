@@ -7,14 +7,25 @@ and aligned: torch does the same then.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...artifacts.records import DType, Op, Problem, RowOp, bucket_of
+from ...artifacts.tuples import NamedTuple
 from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
 from ...kernels.hopper_w8a8_block import ADDS, FP32, GROUP, places_for
-from ...kernels.rowops import ALONG_K, ALONG_N, BLOCKS, FP32_WEIGHTS, MOST_SORTED_EXPERTS, PICKED
+from ...kernels.rowops import (
+    ALONG_K,
+    ALONG_N,
+    BLOCKS,
+    FP32_WEIGHTS,
+    MOST_SORTED_EXPERTS,
+    NARROW_DWEIGHTS,
+    NOTES,
+    PICKED,
+    WRITES_DWEIGHTS,
+)
 from ...kernels.spec import MAX_EXPERTS
 from ..dispatch import snapshot as dispatch_snapshot
 from ..driver.device import local_gpu, on, platform_supported
@@ -23,8 +34,10 @@ from ..weights.fp8_codes import ColumnCodes
 from . import rowops
 from .product_kernels import ProductKernel, lookup, name_of, step_of
 from .program import EAGER, EagerExecutor, Step
+from .quantised import bytes_of_row
 
 if TYPE_CHECKING:
+    from ...kernels.activations import Activation
     from ..dispatch.snapshot import Usable
     from ..driver.rowops import RowOpLauncher
 
@@ -43,17 +56,45 @@ def column_codes(
     executor: EagerExecutor = EAGER,
 ) -> ColumnCodes | None:
     """Codes along M of sorted rows t [M, C], or of rows t[index // top_k]."""
+    codes = _codes(RowOp.QUANTIZE_COLUMNS, t, m_sizes, index, top_k, blocks, executor)
+    return None if codes is None else codes[0]
+
+
+def both_codes(
+    t: torch.Tensor,
+    m_sizes: torch.Tensor,
+    index: torch.Tensor | None,
+    top_k: int,
+    *,
+    blocks: bool,
+    executor: EagerExecutor = EAGER,
+) -> tuple[ColumnCodes, torch.Tensor] | None:
+    """``column_codes``, and codes along K as ``quantised.quantize_step`` writes them: uint8 [M, ``bytes_of_row``]."""
+    codes = _codes(RowOp.QUANTIZE_BOTH, t, m_sizes, index, top_k, blocks, executor)
+    return None if codes is None or codes[1] is None else (codes[0], codes[1])
+
+
+def _codes(
+    op: RowOp,
+    t: torch.Tensor,
+    m_sizes: torch.Tensor,
+    index: torch.Tensor | None,
+    top_k: int,
+    blocks: bool,
+    executor: EagerExecutor,
+) -> tuple[ColumnCodes, torch.Tensor | None] | None:
     M, E, C = t.shape[0] if index is None else index.shape[0], m_sizes.shape[0], t.shape[1]
     dense = t.is_contiguous() and (index is None or index.is_contiguous()) and m_sizes.is_contiguous()
     if not dense or t.dtype is not torch.bfloat16 or C % GROUP or not M or not 0 < E <= MOST_SORTED_EXPERTS:
         return None
     if not is_aligned(ALIGNMENT_BYTES, t.data_ptr()):
         return None
-    launch = rowops.launcher(RowOp.QUANTIZE_COLUMNS, DType.BF16, t.get_device(), aligned=True)
+    launch = rowops.launcher(op, DType.BF16, t.get_device(), aligned=True)
     if launch is None:
         return None
-    step = _columns_step(
+    step = _along_m(
         launch,
+        f"quantise {C} columns along M{' and K' if op is RowOp.QUANTIZE_BOTH else ''}",
         columns=C,
         E=E,
         top_k=top_k,
@@ -61,13 +102,19 @@ def column_codes(
         m_sizes_step=step_of(m_sizes),
         flags=(BLOCKS if blocks else 0) | (0 if index is None else PICKED),
     )
-    of_codes, of_scale = partial(_codes_size, C, E), partial(_scale_size, C // GROUP if blocks else C, E)
     with on(t.get_device()):
-        codes = executor.new(t, of_codes(M), torch.float8_e4m3fn, per=of_codes)
-        scale = executor.new(t, of_scale(M), torch.float32, per=of_scale)
-        there = {"x": t, "index": index, "m_sizes": m_sizes, "column_codes": codes, "column_scale": scale}
-        executor.run(step, M, there)
-    return ColumnCodes(codes, scale, M)
+        columns = _room_along_m(t, C, M, E, blocks, executor)
+        rows = executor.new(t, (M, bytes_of_row(C)), torch.uint8) if op is RowOp.QUANTIZE_BOTH else None
+        there = {"x": t, "index": index, "m_sizes": m_sizes, "codes": rows}
+        executor.run(step, M, there | {"column_codes": columns.codes, "column_scale": columns.scale})
+    return columns, rows
+
+
+def _room_along_m(like: torch.Tensor, C: int, M: int, E: int, blocks: bool, executor: EagerExecutor) -> ColumnCodes:
+    """New memory for codes along M, which nothing is written to."""
+    of_codes, of_scale = partial(_codes_size, C, E), partial(_scale_size, C // GROUP if blocks else C, E)
+    codes = executor.new(like, of_codes(M), torch.float8_e4m3fn, per=of_codes)
+    return ColumnCodes(codes, executor.new(like, of_scale(M), torch.float32, per=of_scale), M)
 
 
 def _codes_size(columns: int, E: int, M: int) -> tuple[int, ...]:
@@ -78,13 +125,80 @@ def _scale_size(scales: int, E: int, M: int) -> tuple[int, ...]:
     return places_for(M, E) // GROUP, scales
 
 
-def _columns_step(launch: RowOpLauncher, *, E: int, **numbers: int) -> Step:
-    """The launch of codes along M; it reads ``places``, a number of M."""
+def _along_m(launch: RowOpLauncher, name: str, *, E: int, columns: int, rows: int = 1, **numbers: Any) -> Step:
+    """A launch that writes codes along M; it reads ``places``, a number of M. Scales along K are behind their codes."""
+    operands = tuple("codes" if operand == "scale" else operand for operand in launch.operands)
+    behind = (("scale", 0, rows * columns),) if "scale" in launch.operands else ()
 
     def run(M: int, stream: int, *addresses: int) -> None:
-        launch.bind(E=E, places=places_for(M, E), **numbers)(M, stream, *addresses)
+        bound = launch.bind(behind=behind, E=E, columns=columns, places=places_for(M, E), **numbers)
+        bound(M, stream, *addresses)
 
-    return Step(run, f"quantise {numbers['columns']} columns along M", launch.operands)
+    return Step(run, name, operands)
+
+
+class GradientCodes(NamedTuple):
+    """dh along M, dh along K as ``both_codes`` has it, act(h) along M; dweights by index, or None."""
+
+    dh: ColumnCodes
+    rows: torch.Tensor
+    a: ColumnCodes
+    dweights: torch.Tensor | None
+
+
+def gradient_codes(
+    h: torch.Tensor,
+    da: torch.Tensor,
+    m_sizes: torch.Tensor,
+    act: tuple[int, Activation],
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    *,
+    writes_dweights: bool,
+    narrow: bool,
+    blocks: bool,
+    executor: EagerExecutor = EAGER,
+) -> GradientCodes | None:
+    """``activation.gradient`` of h [M, 2*I] with a gate before up, as codes.
+
+    With ``blocks`` 128 columns of dh share a scale along M, else of a. ``act``: the activation's flags, and itself.
+    """
+    (M, I), E, device = da.shape, m_sizes.shape[0], h.get_device()  # noqa: E741
+    launch = rowops.launcher(RowOp.ACTIVATION_GRAD_CODES, DType.BF16, device, aligned=True)
+    if launch is None:
+        return None
+    kind = weights.dtype if narrow else torch.float32
+    flags = act[0] | rowops.weighing(weights) | (BLOCKS if blocks else 0)
+    flags |= (WRITES_DWEIGHTS if writes_dweights else 0) | (0 if kind is torch.float32 else NARROW_DWEIGHTS)
+    numbers: dict[str, Any] = {"E": E, "columns": I, "rows": 2, "index_step": step_of(index), **act[1].words}
+    numbers["m_sizes_step"] = step_of(m_sizes)
+    name = f"gradient of {act[1]} of {2 * I} columns, quantised"
+    with on(device):
+        dh, a = (_room_along_m(h, C, M, E, shared, executor) for C, shared in ((2 * I, blocks), (I, not blocks)))
+        rows = executor.new(h, (M, bytes_of_row(2 * I)), torch.uint8)
+        there: dict[str, torch.Tensor | None] = {"h": h, "da": da, "row_weights": weights, "index": index}
+        there |= {"m_sizes": m_sizes, "codes": rows, "column_codes": dh.codes, "column_scale": dh.scale}
+        there |= {"a_codes": a.codes, "a_scale": a.scale, "dots": None, "dweights": None}
+        if writes_dweights:
+            of_dots = partial(_dots_size, I // GROUP)
+            there["dots"] = executor.new(h, of_dots(M), torch.float32, per=of_dots)
+            there["dweights"] = executor.new(h, (M,), kind)
+        executor.run(_along_m(launch, name, flags=flags, **numbers), M, there)
+        if writes_dweights:
+            executor.run(_along_m(launch, f"{name}: sums", flags=flags | NOTES, **numbers), M, there)
+    return GradientCodes(dh, rows, a, there["dweights"])
+
+
+def _dots_size(blocks: int, M: int) -> tuple[int, ...]:
+    return blocks, M
+
+
+def takes_gradients(E: int, H: int, I: int, device: int) -> bool:  # noqa: E741
+    """True if kernels of a bundle make the codes of a layer's backward: ``both_codes`` and ``gradient_codes``."""
+    if H % GROUP or I % GROUP or not 0 < E <= MOST_SORTED_EXPERTS:
+        return False
+    ops = RowOp.QUANTIZE_COLUMNS, RowOp.QUANTIZE_BOTH, RowOp.ACTIVATION_GRAD_CODES
+    return all(rowops.launcher(op, DType.BF16, device, aligned=True) is not None for op in ops)
 
 
 def grad_weight(

@@ -19,7 +19,7 @@ from ...artifacts.records import PRECISIONS, DType, Fusion, Layout, Op, RowOp, S
 from ...artifacts.tuples import NamedTuple
 from ...kernels import reference, rowops
 from ...kernels.activations import KINDS, Activation
-from ...kernels.hopper_w8a8_block import ADDS, FP32, scale_columns
+from ...kernels.hopper_w8a8_block import ADDS, FP32, places_for, scale_columns
 from ...kernels.spec import takes_codes_of_x
 from ..driver import cuda
 from ..driver.cuda import Unfinished
@@ -587,11 +587,11 @@ def _clear(on: _RowKernel) -> _Checks:
     yield "y", y, torch.where(stays[:, None], host, 0.0), 0.0
 
 
-def _codes(on: _RowKernel, columns: int, scale: Scale) -> dict[str, torch.Tensor]:
-    """Memory for codes of each slot, all of them 7 beforehand, and for their scales."""
-    shape = (columns // scale.columns, scale_columns(_SLOTS)) if scale.columns else (_SLOTS,)
+def _codes(on: _RowKernel, columns: int, scale: Scale, rows: int = _SLOTS) -> dict[str, torch.Tensor]:
+    """Memory for codes of ``rows``, all of them 7 beforehand, and for their scales."""
+    shape = (columns // scale.columns, scale_columns(rows)) if scale.columns else (rows,)
     return {
-        "codes": on.words(_full(_SLOTS, columns, dtype=torch.uint8, value=7)),
+        "codes": on.words(_full(rows, columns, dtype=torch.uint8, value=7)),
         "scale": on.words(torch.zeros(*shape, dtype=torch.float32, device="cpu")),
     }
 
@@ -602,7 +602,7 @@ def _codes_are(on: _RowKernel, what: str, results: dict[str, torch.Tensor], rows
     codes, scale, these, M = results["codes"].cpu(), results["scale"].cpu(), slice(0, len(rows)), len(rows)
     got = values_of_rows(codes[:M].view(torch.float8_e4m3fn), scale, these)
     yield f"{what}codes", got, values_of_rows(*codes_of_rows(rows, of_x), these), _QUANTISED
-    yield f"{what}codes of rows of no expert: ", codes[M:], _full(_SLOTS - M, codes.shape[1], value=7), 0.0
+    yield f"{what}codes of rows of no expert: ", codes[M:], _full(len(codes) - M, codes.shape[1], value=7), 0.0
     yield f"{what}scales of rows of no expert: ", scale[..., M:], torch.zeros_like(scale[..., M:]), 0.0
 
 
@@ -647,22 +647,64 @@ def _order_codes(on: _RowKernel) -> _Checks:
         yield "scales", scale, factors, 0.0
 
 
+_GROUPED = torch.tensor((3, 0, 130, 128, 1), dtype=torch.int32, device="cpu")  # rows of each expert
+_GROUPS, _GROUPED_ROWS = 5, 270  # groups of 128 rows of an expert; the last eight rows are of none
+
+
+def _along_m(on: _RowKernel, columns: int, scales: int, name: str = "column_") -> dict[str, torch.Tensor]:
+    """Memory for codes along M, all of them 7 beforehand, and for their scales."""
+    P = places_for(_GROUPED_ROWS, len(_GROUPED))
+    codes = on.words(_full(columns, P, dtype=torch.uint8, value=7))
+    return {f"{name}codes": codes, f"{name}scale": on.words(_full(P // 128, scales))}
+
+
 def _quantize_columns(on: _RowKernel) -> _Checks:
     """Codes along M of rows that an index picks, and their scales, bit for bit; nothing behind the last group."""
-    C, counts = 256, torch.tensor((3, 0, 130, 128, 1), dtype=torch.int32, device="cpu")
-    E, M = len(counts), 270  # eight rows of no expert
+    C, M, have = 256, _GROUPED_ROWS, int(_GROUPED.sum())
     x, index = on.rows(on.draw.normal(M // 2, C)), on.draw.order(M)
+    picked = x.cpu()[index.long() // 2][:have]
     for blocks, flag in ((False, 0), (True, rowops.BLOCKS)):
-        want = fp8_codes.column_codes(x.cpu(), counts, index, 2, blocks=blocks)
-        used, P = int((-(-counts // 128)).sum()), want.codes.shape[1]
-        want.codes.view(torch.uint8)[:, 128 * used :] = 7
-        want.scale[used:] = UNTOUCHED
-        codes, scale = on.words(_full(C, P, dtype=torch.uint8, value=7)), on.words(_full(*want.scale.shape))
-        words: dict[str, Any] = {"x": x, "index": on.words(index), "m_sizes": on.words(counts), "top_k": 2}
-        words |= {"column_codes": codes, "column_scale": scale, "M": M, "columns": C, "places": P, "E": E}
-        on.run(_FEW, flags=flag | rowops.PICKED, **words)
-        yield f"codes{' of blocks' * blocks}", codes, want.codes.view(torch.uint8), 0.0
-        yield f"scales{' of blocks' * blocks}", scale, want.scale, 0.0
+        want = fp8_codes.column_codes(x.cpu(), _GROUPED, index, 2, blocks=blocks)
+        want.codes.view(torch.uint8)[:, 128 * _GROUPS :] = 7
+        want.scale[_GROUPS:] = UNTOUCHED
+        results = _along_m(on, C, want.scale.shape[1])
+        words: dict[str, Any] = {"x": x, "index": on.words(index), "m_sizes": on.words(_GROUPED), **results}
+        words |= {"top_k": 2, "M": M, "columns": C, "places": want.codes.shape[1], "E": len(_GROUPED)}
+        rows = _codes(on, C, _BLOCKS, M) if on.op is RowOp.QUANTIZE_BOTH else {}
+        on.run(_FEW, flags=flag | rowops.PICKED, **words, **rows)
+        yield f"codes{' of blocks' * blocks}", results["column_codes"], want.codes.view(torch.uint8), 0.0
+        yield f"scales{' of blocks' * blocks}", results["column_scale"], want.scale, 0.0
+        if rows:
+            yield from _codes_are(on, "row ", rows, picked, _BLOCKS)
+
+
+def _activation_grad_codes(on: _RowKernel) -> _Checks:
+    """dh and a of ``_activation_grad`` as codes along M, dh along K too."""
+    I, M, have, E = 256, _GROUPED_ROWS, int(_GROUPED.sum()), len(_GROUPED)  # noqa: E741
+    t, order = on.draw.normal(M), on.draw.order(M)
+    flat, place = order.long(), fp8_codes.places(_GROUPED, M)[:have]
+    for act, gated, interleaved in _ACTS:
+        if not gated or interleaved:
+            continue
+        host = (on.draw.normal(M, 2 * I) * 3).to(on.dtype)
+        h, da = on.rows(torch.where((host.abs() - _LIMIT).abs() < 2 * _STEP, 1.0, host)), on.rows(on.draw.normal(M, I))
+        rows, of_dh, of_a = _codes(on, 2 * I, _BLOCKS, M), _along_m(on, 2 * I, 2 * I), _along_m(on, I, I // 128, "a_")
+        words: dict[str, Any] = {"h": h, "da": da, "row_weights": on.words(t), "index": on.words(order)}
+        words |= {"m_sizes": on.words(_GROUPED), "dots": on.words(_full(I // 128, M))}
+        words |= {"dweights": (dweights := on.words(_full(M))), "M": M, "columns": I, "E": E, **act.words}
+        flags = _flags(act, gated, interleaved) | rowops.WEIGHTED | rowops.WRITES_DWEIGHTS
+        words |= {"places": of_dh["column_codes"].shape[1], **rows, **of_dh, **of_a}
+        for adds in (0, rowops.NOTES):
+            on.run(_FEW, flags=flags | adds, **words)
+        grad, scale = da.cpu().float(), t[flat][:, None]
+        activated, dh = _with_slopes(h.cpu().double(), grad * scale, act, gated, interleaved)
+        for what, (codes, factor), want in (("dh", of_dh.values(), dh), ("a", of_a.values(), activated * scale)):
+            of = fp8_codes.ColumnCodes(codes.cpu().view(torch.float8_e4m3fn), factor.cpu(), M)
+            yield f"{act} {what} along M", fp8_codes.values(of)[:, place].T, want[:have], _QUANTISED
+        yield from _codes_are(on, f"{act} dh along K: ", rows, dh[:have].to(on.dtype), _BLOCKS)
+        dots = torch.zeros(M, dtype=torch.float32, device="cpu")
+        dots[flat[:have]] = (activated * grad).sum(1)[:have]
+        yield f"{act} dweights", dweights, dots, on.most
 
 
 # The row kernels of weights: their results are torch's bits.
@@ -790,6 +832,7 @@ _ROW_KERNELS: dict[RowOp, Callable[[_RowKernel], _Checks]] = {
     RowOp.GATHER: _gather,
     RowOp.ACTIVATION: _activation,
     RowOp.ACTIVATION_GRAD: _activation_grad,
+    RowOp.ACTIVATION_GRAD_CODES: _activation_grad_codes,
     RowOp.COMBINE: _combine,
     RowOp.PLACE_ROWS: _place_rows,
     RowOp.SORT_SLOTS: _sort_slots,
@@ -797,7 +840,7 @@ _ROW_KERNELS: dict[RowOp, Callable[[_RowKernel], _Checks]] = {
     RowOp.QUANTIZE: partial(_quantize, of_x=_BLOCKS),
     RowOp.ACTIVATION_CODES: partial(_activation_codes, of_x=_BLOCKS),
     RowOp.QUANTIZE_ROWS: partial(_quantize, of_x=_BY_ROW),
-    RowOp.QUANTIZE_COLUMNS: _quantize_columns,
+    **dict.fromkeys((RowOp.QUANTIZE_COLUMNS, RowOp.QUANTIZE_BOTH), _quantize_columns),
     RowOp.ORDER_CODES: _order_codes,
     RowOp.ACTIVATION_ROW_CODES: partial(_activation_codes, of_x=_BY_ROW),
     RowOp.QUANTIZE_WEIGHTS: _quantize_weights,

@@ -188,6 +188,23 @@ def resolve_activated(call: Rows, act: tuple[int, Activation], y: torch.Tensor |
     return _of_codes(kernel, before, call, call.fusion, (N, call.index_end(call.M)))
 
 
+def resolve_made_codes(call: Rows) -> Step | None:
+    """The step of a product of rows whose codes are there, in the operand ``codes``, into new memory.
+
+    ``call.x`` are rows of as many columns as the codes have. None where x is not to be quantised.
+    """
+    from .quantised import kernel_for_quantised
+
+    w, (_, N, K) = call.w, call.sizes
+    if isinstance(w, torch.Tensor):
+        return None
+    call = call._replace(x=call.x.new_empty((1, K)))
+    kernel = kernel_for_quantised(call, w, call.x.new_empty((1, N)))
+    if kernel is None or kernel.quantize is None:
+        return None
+    return _codes_step(kernel, call, call.fusion, (N, call.index_end(call.M)))
+
+
 def resolve_in_place(call: Rows, y: torch.Tensor | None) -> Product | None:
     """The step of a product of codes at ``call.starts`` into y, or new memory; None: other steps are to do it."""
     from .quantised import kernel_for_starts, starts_words
@@ -303,17 +320,19 @@ def _quantised_product(
 
 
 def _of_codes(kernel: ProductKernel, before: Step, call: Rows, left: Fusion, words: tuple[int, int]) -> Product:
-    """The step ``before``, which makes x's codes and gathers rows if the call does, then the GEMM.
-
-    ``left`` is what else the call does; ``words`` are the stride of y's rows and where indices end.
-    """
+    """The step ``before``, which makes x's codes and gathers rows if the call does, then the GEMM: see _codes_step."""
     from .quantised import bytes_of_row
 
+    step, scratch = _codes_step(kernel, call, left, words), Scratch(_CODES, bytes_of_row(call.sizes[2]), torch.uint8)
+    return Product((before, step), kernel.launcher.zeroes, (scratch,))
+
+
+def _codes_step(kernel: ProductKernel, call: Rows, left: Fusion, words: tuple[int, int]) -> Step:
+    """The GEMM of codes of x. ``left`` is what else it does; ``words``: the stride of y's rows, where indices end."""
     (stride_y, end), (_, _, K) = words, call.sizes
     index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
     operands, behind = {"x": _CODES, "x_scale": _CODES, "index": index}, (("x_scale", 0, K),)
-    step = _row_step(kernel, call, operands, (K, stride_y, end if left else None), behind)
-    return Product((before, step), kernel.launcher.zeroes, (Scratch(_CODES, bytes_of_row(K), torch.uint8),))
+    return _row_step(kernel, call, operands, (K, stride_y, end if left else None), behind)
 
 
 def _row_step(

@@ -5,13 +5,20 @@ On CUDA a bundle's kernels compute them. Where no usable bundle has a kernel, an
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
+from ...kernels.entry import ALIGNMENT_BYTES, is_aligned
 from ..check import tensors
 from ..launch.program import EAGER, EagerExecutor
 from ..weights import fp8_codes
 from ..weights.expert_weights import ExpertWeights
 from ..weights.fp8_codes import ColumnCodes
+
+if TYPE_CHECKING:
+    from ..launch.fp8_codes import GradientCodes
+    from .activation import RowActivation
 
 __all__ = ["ColumnCodes", "column_codes", "dW_of_codes", "quantise_weights"]
 
@@ -38,6 +45,68 @@ def column_codes(
             return codes
     executor.unplanned()
     return fp8_codes.column_codes(t, m_sizes, index, top_k, blocks=blocks)
+
+
+def takes_gradients(dout: torch.Tensor, x: torch.Tensor, h: torch.Tensor, E: int, I: int) -> bool:  # noqa: E741
+    """True if ``both_codes`` and ``gradient_codes`` can run for a layer's backward: kernels alone do them."""
+    tensors_of = dout, x, h
+    if not all(tensors.on_gpu(t) and t.dtype is torch.bfloat16 and t.is_contiguous() for t in tensors_of):
+        return False
+    from ..launch import fp8_codes as launch
+
+    return launch.takes_gradients(E, x.shape[1], I, x.get_device()) and is_aligned(
+        ALIGNMENT_BYTES, *(t.data_ptr() for t in tensors_of)
+    )
+
+
+def both_codes(
+    t: torch.Tensor,
+    m_sizes: torch.Tensor,
+    index: torch.Tensor,
+    top_k: int,
+    *,
+    blocks: bool,
+    executor: EagerExecutor = EAGER,
+) -> tuple[ColumnCodes, torch.Tensor]:
+    """``column_codes`` of rows t[index // top_k], and their codes along K for ``products.of_made_codes``."""
+    from ..launch import fp8_codes as launch
+
+    both = launch.both_codes(t, m_sizes, index, top_k, blocks=blocks, executor=executor)
+    if both is None:
+        raise AssertionError("takes_gradients said that there is a kernel")
+    return both
+
+
+def gradient_codes(
+    h: torch.Tensor,
+    da: torch.Tensor,
+    m_sizes: torch.Tensor,
+    act: RowActivation,
+    weights: torch.Tensor,
+    index: torch.Tensor,
+    *,
+    writes_dweights: bool,
+    blocks: bool,
+    executor: EagerExecutor = EAGER,
+) -> GradientCodes:
+    """``activation.gradient`` of h [M, 2*I], gate before up, as codes; with ``blocks`` dh's share scales, else a's."""
+    from ..launch import fp8_codes as launch
+
+    made = launch.gradient_codes(
+        h,
+        da,
+        m_sizes,
+        (act.flags, act.function),
+        weights,
+        index,
+        writes_dweights=writes_dweights,
+        narrow=True,
+        blocks=blocks,
+        executor=executor,
+    )
+    if made is None:
+        raise AssertionError("takes_gradients said that there is a kernel")
+    return made
 
 
 def dW_of_codes(

@@ -24,11 +24,13 @@ from ..check.saved_tensors import Saved
 from ..check.tensors import in_memory
 from ..driver.device import without_autocast
 from ..launch.program import EAGER, EagerExecutor
+from ..launch.steps import resolve_made_codes
 from ..weights.expert_weights import ExpertWeights
 from . import activation, autograd, gather_combine, layer, low_rank
 from .activation import Needs
 from .autograd import differentiated_once, note_mode, wanted
-from .fp8_products import Picked, grad_weight
+from .fp8_codes import both_codes, column_codes, dW_of_codes, gradient_codes, takes_gradients
+from .fp8_products import Picked, grad_weight, multiplies_codes
 from .fp8_weights import Fp8Weights, of_dx, of_forward
 from .layer import (
     NO_ADAPTERS,
@@ -45,7 +47,7 @@ from .layer import (
     slot_weights,
     zeros,
 )
-from .products import new_rows, weight
+from .products import new_rows, of_made_codes, weight
 from .routing import Routing
 
 
@@ -249,6 +251,10 @@ def gradients(
     inner = needs_x or needs_up or needs_up_bias
     dout = dout.contiguous()
     dx = dup = ddown = dup_bias = ddown_bias = dweights = dh = a = None
+    if h is not None and x is not None and all(needs[:3]) and not any(needs[3:5]) and down_bias is None:
+        made = _of_codes(how, dout, x, (up, down), weights, h, routing, needs_weights, executor)
+        if made is not None:
+            return made
     if h is not None:
         if inner or needs_weights:
             w = down.weights(executor)
@@ -299,6 +305,68 @@ def gradients(
                 first_column, weight(dh, beside_dh, m_sizes, strict=False, bucket=bucket, executor=executor)
             )
     return dx, dup, ddown, dup_bias, ddown_bias, dweights
+
+
+def _of_codes(
+    how: Layer,
+    dout: torch.Tensor,
+    x: torch.Tensor,
+    matrices: tuple[TransposedWeights, TransposedWeights],
+    weights: torch.Tensor,
+    h: torch.Tensor,
+    routing: Routing,
+    needs_weights: bool,
+    executor: EagerExecutor,
+) -> tuple[torch.Tensor | None, ...] | None:
+    """``gradients`` of x, both weights and the routing weights, without dh, a and rows of dout and x in bfloat16.
+
+    None, and nothing is launched, where a kernel is missing, or a weight is too small (``multiplies_codes``).
+    """
+    k, layout, act, bucket = how
+    index, m_sizes, _, _, places = routing
+    E, M, H, I = m_sizes.shape[0], index.shape[0], x.shape[1], act.columns(h)  # noqa: E741
+    gates = act.gated and not act.interleaved
+    if not gates or not M or not multiplies_codes(2 * I, H) or not multiplies_codes(H, I):
+        return None
+    if not takes_gradients(dout, x, h, E, I):
+        return None
+    up, down = (matrix.weights(executor) for matrix in matrices)
+    of_dout, of_dh = (
+        Rows(Op.FORWARD, t, w, m_sizes, Layout.NK, M, expected=bucket) for t, w in ((dout, down), (h, up))
+    )
+    steps = resolve_made_codes(of_dout), resolve_made_codes(of_dh)
+    if steps[0] is None or steps[1] is None:
+        return None
+    turned = layout is Layout.KN  # dw[e].T: the operands change places
+    of_columns, rows = both_codes(dout, m_sizes, index, k, blocks=turned, executor=executor)
+    da = of_made_codes(steps[0], of_dout, rows, executor)
+    del rows, of_dout, down
+    made = gradient_codes(
+        h,
+        da,
+        m_sizes,
+        act,
+        slot_weights(weights, dout, executor),
+        index,
+        writes_dweights=needs_weights,
+        blocks=turned,
+        executor=executor,
+    )
+    del da
+    dtypes = [matrix.dtype for matrix in matrices]
+    pair = (made.a, of_columns) if turned else (of_columns, made.a)
+    ddown = dW_of_codes(*pair, m_sizes, dtype=dtypes[1], executor=executor)
+    del of_columns, pair
+    dx = of_made_codes(steps[1], of_dh, made.rows, executor)
+    dh, dweights = made.dh, made.dweights
+    del made, of_dh, up
+    dx = gather_combine.combine(dx, places, k, executor=executor)
+    of_x = column_codes(x, m_sizes, index, k, blocks=not turned, executor=executor)
+    pair = (of_x, dh) if turned else (dh, of_x)
+    dup = dW_of_codes(*pair, m_sizes, dtype=dtypes[0], executor=executor)
+    if dweights is not None:
+        dweights = executor.call(partial(of_weights, top_k=k, E=E, dtype=weights.dtype), dweights)
+    return dx, dup, ddown, None, None, dweights
 
 
 def layer_forward(

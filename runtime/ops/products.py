@@ -35,6 +35,7 @@ from ..settings import BATCH_INVARIANT
 
 if TYPE_CHECKING:
     from ..dispatch.pin import Pin
+    from ..launch.program import Step
     from ..weights.dequantised import Dequantised
     from .activation import RowActivation
 
@@ -129,6 +130,14 @@ def new_rows(call: Rows, many: int, executor: EagerExecutor = EAGER) -> torch.Te
                 _run(product, call, y, executor)
                 return y
     return rows(call, executor.new(call.x, size, call.dtype, per=per), executor)
+
+
+def of_made_codes(step: Step, call: Rows, codes: torch.Tensor, executor: EagerExecutor = EAGER) -> torch.Tensor:
+    """The product of ``resolve_made_codes`` in new memory [M, columns]; ``codes`` are those of its sorted rows."""
+    with on(codes.get_device()):
+        y: torch.Tensor = executor.new(codes, (call.M, call.columns), torch.bfloat16)
+        executor.run(step, call.M, {"y": y, "m_sizes": call.m_sizes, "codes": codes, **operands_of(call.w)})
+    return y
 
 
 def wide_rows(call: Rows, executor: EagerExecutor = EAGER) -> torch.Tensor | None:

@@ -118,6 +118,11 @@ def _places(m_sizes: torch.Tensor, M: int) -> tuple[torch.Tensor, tuple[torch.Te
     return torch.where(expert < m_sizes.shape[0], place, -1), (first, counts)
 
 
+def places(m_sizes: torch.Tensor, M: int) -> torch.Tensor:
+    """The place p(m) of each of M rows in codes along M, [M] int64; -1 of rows of no expert."""
+    return _places(m_sizes, M)[0]
+
+
 def values(codes: ColumnCodes) -> torch.Tensor:
     """The numbers of codes, [C, P] float32."""
     C, groups = codes.codes.shape[0], codes.scale.shape[1]

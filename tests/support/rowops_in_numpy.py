@@ -154,7 +154,7 @@ def quantize(
 
 
 def quantize_columns(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
-    (x, index, m_sizes, codes, scale), (M, C, P, E, top_k, index_step, step, flags) = pointers, numbers
+    (x, index, m_sizes, codes, scale, *of_rows), (M, C, P, E, top_k, index_step, step, flags) = pointers, numbers
     counts, source = torch.from_numpy(np.array(indices(m_sizes, E, step))), np.arange(M)
     if flags & rowops.PICKED:
         source = indices(index, M, index_step) // top_k
@@ -162,11 +162,62 @@ def quantize_columns(of: Elements, grid: int, block: int, pointers: Sequence[int
     with plain_torch():
         rows = torch.zeros(M, C)
         rows[:end] = _rows(of, x, int(source[:end].max(initial=-1)) + 1, C)[source[:end]]
-        of_rows = fp8_codes.column_codes(rows, counts, blocks=shared)
-        used = int((-(-counts.clamp(0, M) // 128)).sum())
-        _codes_at(codes, C, P)[:, : 128 * used] = of_rows.codes.view(torch.uint8)[:, : 128 * used]
-        placed = torch.from_numpy(at(scale, of_rows.scale.numel())).view(of_rows.scale.shape)
-        placed[:used] = of_rows.scale[:used]
+        _store_columns(rows, counts, P, codes, scale, shared)
+        if of_rows:
+            _store_codes(rows[:end], *of_rows, M, by_row=False)
+
+
+def _store_columns(rows: torch.Tensor, counts: torch.Tensor, P: int, codes: int, scale: int, shared: bool) -> None:
+    M, C = rows.shape
+    made = fp8_codes.column_codes(rows, counts, blocks=shared)
+    used = int((-(-counts.clamp(0, M) // 128)).sum())
+    _codes_at(codes, C, P)[:, : 128 * used] = made.codes.view(torch.uint8)[:, : 128 * used]
+    placed = torch.from_numpy(at(scale, made.scale.numel())).view(made.scale.shape)
+    placed[:used] = made.scale[:used]
+
+
+def activation_grad_codes(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
+    """``activation_grad`` into memory of its own, then the codes. The first launch stores the sums of all columns."""
+    (h, da, row_weights, index, m_sizes, *made, dots, dweights), numbers = pointers, tuple(numbers)
+    (M, I, P, E, index_step, step, flags), words = numbers[:7], numbers[7:]  # noqa: E741
+    counts = torch.from_numpy(np.array(indices(m_sizes, E, step)))
+    used, shared = np.array([min(M, int(counts.clamp(min=0).sum()))], np.int32), bool(flags & rowops.BLOCKS)
+    if flags & rowops.NOTES:
+        sums, flat = at(dots, I // 128 * M).reshape(-1, M).sum(0), indices(index, M, index_step)
+        sums[used[0] :] = 0
+        placed = np.zeros(M, np.float32)
+        placed[flat] = sums
+        if flags & rowops.NARROW_DWEIGHTS:
+            of.store(dweights, placed)
+        else:
+            at(dweights, M)[:] = placed
+        return
+    dh, a, dot = (torch.zeros(M, C, dtype=torch.bfloat16) for C in (2 * I, I, 2))
+    order = torch.arange(M, dtype=torch.int32)
+    weights, how = np.ones(M, np.float32), flags & ~(rowops.NARROW | rowops.NARROW_DWEIGHTS | rowops.WRITES_DWEIGHTS)
+    if flags & rowops.WEIGHTED:
+        every = of.read(row_weights, M) if flags & rowops.NARROW else at(row_weights, M)
+        weights = np.ascontiguousarray(every[indices(index, M, index_step)], np.float32)
+    found = dot.view(torch.float32)
+    flags = how | rowops.USED | rowops.WRITES_DH | rowops.WRITES_A | rowops.WRITES_DWEIGHTS | rowops.WEIGHTED
+    every = (
+        h,
+        da,
+        weights.ctypes.data,
+        order.data_ptr(),
+        used.ctypes.data,
+        dh.data_ptr(),
+        a.data_ptr(),
+        found.data_ptr(),
+    )
+    activation_grad(of, 1, block, every, (M, I, 1, flags, *words))
+    with plain_torch():
+        _store_columns(dh.float(), counts, P, *made[:2], shared)
+        _store_codes(dh[: used[0]].float(), *made[2:4], M, by_row=False)
+        _store_columns(a.float(), counts, P, *made[4:], not shared)
+    if numbers[6] & rowops.WRITES_DWEIGHTS:
+        sums = at(dots, I // 128 * M).reshape(-1, M)
+        sums[:, : used[0]], sums[0, : used[0]] = 0, found.numpy()[: used[0], 0]
 
 
 def order_codes(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
@@ -393,6 +444,8 @@ PASSES: dict[RowOp, Pass] = {
     RowOp.ACTIVATION_CODES: activation_codes,
     RowOp.QUANTIZE_ROWS: functools.partial(quantize, by_row=True),
     RowOp.QUANTIZE_COLUMNS: quantize_columns,
+    RowOp.QUANTIZE_BOTH: quantize_columns,
+    RowOp.ACTIVATION_GRAD_CODES: activation_grad_codes,
     RowOp.ORDER_CODES: order_codes,
     RowOp.ACTIVATION_ROW_CODES: functools.partial(activation_codes, by_row=True),
     RowOp.QUANTIZE_WEIGHTS: quantize_weights,

@@ -20,7 +20,8 @@ _RESULTS = {
     RowOp.ACTIVATION_GRAD: "dweights",
 }
 _RESULTS |= dict.fromkeys(MAKES_CODES, "codes")
-_RESULTS |= {RowOp.QUANTIZE_COLUMNS: "column_codes", RowOp.QUANTIZE_BLOCKS: "across_words"}
+_RESULTS |= {RowOp.QUANTIZE_COLUMNS: "column_codes", RowOp.ACTIVATION_GRAD_CODES: "dweights"}
+_RESULTS |= {RowOp.QUANTIZE_BLOCKS: "across_words"}
 _RESULTS |= {RowOp.QUANTIZE_WEIGHTS: "words", RowOp.MOVE_CODES: "words"}
 _RESULTS |= {RowOp.DEQUANTIZE_WEIGHTS: "w", RowOp.LARGEST_WEIGHT: "most"}
 Spoil = Callable[[int, dict[str, Any]], None]

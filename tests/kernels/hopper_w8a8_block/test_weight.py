@@ -72,7 +72,8 @@ def test_it_knows_the_flags_of_the_contract() -> None:
 def test_builds_with_new_weights_compile_it() -> None:
     gemms, rows = training_specs([FORWARD], 90)
     assert gemms == (SPEC,)
-    assert [spec.op for spec in rows] == [RowOp.QUANTIZE_COLUMNS, RowOp.QUANTIZE_BLOCKS]
+    along_m = RowOp.QUANTIZE_COLUMNS, RowOp.QUANTIZE_BOTH, RowOp.ACTIVATION_GRAD_CODES
+    assert [spec.op for spec in rows] == [*along_m, RowOp.QUANTIZE_BLOCKS]
     pool = Pool(new_weights=True)
     assert unmeasured_specs([FORWARD], 90, pool) == gemms
     assert set(rows) <= set(row_kernel_specs([FORWARD], 90, pool))

@@ -270,6 +270,7 @@ def test_the_kernels_take_the_arguments_of_the_contract(op: RowOp) -> None:
     from pretuned.kernels.rowops import (
         activation,
         activation_codes,
+        activation_grad_codes,
         gather_combine,
         order_codes,
         place,
@@ -284,6 +285,7 @@ def test_the_kernels_take_the_arguments_of_the_contract(op: RowOp) -> None:
 
     homes = (
         activation_codes,
+        activation_grad_codes,
         activation,
         zero_rows,
         place,

@@ -11,6 +11,7 @@ import warm
 
 from pretuned.artifacts.records import DType, RowOp
 from pretuned.kernels import rowops
+from pretuned.kernels.activations import KINDS
 from pretuned.kernels.rowops import ALONG_K, ALONG_N
 
 WORKER = Path(__file__).parents[2] / "support" / "interpret_columns.py"
@@ -22,6 +23,18 @@ COLUMNS = {
     "wide": False,
     "programs": 2,
     "shared": False,
+    "special": False,
+}
+GRADIENTS = {
+    "counts": [3, 0, 129],
+    "spare": 5,
+    "I": 256,
+    "kind": 0,
+    "wide": False,
+    "programs": 2,
+    "shared": False,
+    "weighted": True,
+    "narrow": False,
     "special": False,
 }
 BLOCKS = {"E": 2, "N": 256, "K": 384, "fp32": False, "apart": 0, "along": [ALONG_K, ALONG_N], "special": False}
@@ -38,6 +51,10 @@ def test_codes_and_scales() -> None:
         COLUMNS | {"counts": [0, 0, 0], "spare": 4},
         *(COLUMNS | {"counts": [127, -3, 1, 0, 255], "special": True, "shared": shared} for shared in (False, True)),
         COLUMNS | {"counts": [300], "spare": 0, "C": 128},
+        GRADIENTS,
+        GRADIENTS | {"I": 128, "shared": True, "wide": True, "narrow": True, "special": True},
+        GRADIENTS | {"counts": [0, 128, 2], "I": 128, "kind": KINDS.index("swiglustep"), "weighted": False},
+        GRADIENTS | {"counts": [0], "I": 128},
         BLOCKS,
         BLOCKS | {"fp32": True, "apart": 16, "special": True},
         BLOCKS | {"special": True, "along": [ALONG_N]},
@@ -50,10 +67,13 @@ def test_codes_and_scales() -> None:
 
 def test_they_know_the_flags_of_the_contract() -> None:
     pytest.importorskip("triton")
-    from pretuned.kernels.rowops import quantize_blocks, quantize_columns
+    from pretuned.kernels.rowops import activation_grad_codes, quantize_blocks, quantize_columns
 
-    assert (quantize_columns._PICKED.value, quantize_columns._BLOCKS.value) == (rowops.PICKED, rowops.BLOCKS)
+    assert (quantize_columns.PICKED.value, quantize_columns.BLOCKS.value) == (rowops.PICKED, rowops.BLOCKS)
+    for name in ("WEIGHTED", "WRITES_DWEIGHTS", "NARROW", "NARROW_DWEIGHTS", "BLOCKS", "NOTES"):
+        assert getattr(activation_grad_codes, f"_{name}").value == getattr(rowops, name)
     assert (quantize_blocks._ROWS.value, quantize_blocks._COLUMNS.value) == (rowops.ALONG_K, rowops.ALONG_N)
     assert quantize_blocks._FP32.value == rowops.FP32_WEIGHTS
-    spec = rowops.RowOpSpec(RowOp.QUANTIZE_COLUMNS, DType.BF16)
-    assert rowops.divisibility(spec)["columns"] == spec.config.block == 128
+    for op in (RowOp.QUANTIZE_COLUMNS, RowOp.QUANTIZE_BOTH, RowOp.ACTIVATION_GRAD_CODES):
+        spec = rowops.RowOpSpec(op, DType.BF16)
+        assert rowops.divisibility(spec)["columns"] == rowops.divisibility(spec)["places"] == spec.config.block == 128

@@ -21,6 +21,7 @@ from emulated_driver import Launch, emulated
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.records import DType, Op, Problem, RowOp
 from pretuned.kernels import search
+from pretuned.kernels.rowops import RowOpSpec
 from pretuned.runtime import (
     ExpertWeights,
     Lora,
@@ -34,7 +35,7 @@ from pretuned.runtime import (
 )
 from pretuned.runtime.check import tensors
 from pretuned.runtime.driver.device import current_stream
-from pretuned.runtime.ops import fp8_products, fp8_weights
+from pretuned.runtime.ops import fp8_products, fp8_training, fp8_weights
 from pretuned.runtime.ops.fp8_codes import quantise_weights
 
 E, N, K, H, I, TOP_K, T = 5, 256, 384, 256, 128, 2, 150  # noqa: E741
@@ -100,7 +101,7 @@ def test_small_matrices_have_a_dw_in_bf16(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.undo()
     assert fp8_products.multiplies_codes(4096, 7168)
     assert fp8_products.multiplies_codes(4096, 14336)
-    assert not fp8_products.multiplies_codes(1536, 2048)
+    assert not fp8_products.multiplies_codes(768, 1024)
     x, w, dy, m_sizes = operands()
     grouped_gemm(x, w, m_sizes, **FP8).backward(dy)
     plain = w.detach().requires_grad_()
@@ -536,6 +537,44 @@ def machine(clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mac
         yield gpu  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("kn", [False, True])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_backward_without_dh_has_the_same_bits(
+    machine: Machine, clean_places: Path, kn: bool, kind: torch.dtype
+) -> None:
+    """dh and act(h) as codes of one kernel, or rounded to bfloat16 and then quantised."""
+    machine.publish(quantises=True)
+    gemms, rows = search.of_training(90)
+    made = [
+        emulated_kernels.variant_and_code(spec)
+        for spec in (*gemms, *rows, RowOpSpec(RowOp.ACTIVATION_GRAD, DType.BF16))
+    ]
+    emulated_kernels.write(clean_places / "training.msgpack", made)
+    reload()
+    hidden, ids, scores = routed(24)
+    g = torch.Generator().manual_seed(5)
+    up, down = (
+        (torch.randn(MACHINE_E, *shape, generator=g) / shape[1] ** 0.5).bfloat16() for shape in ((256, 256), (256, 128))
+    )
+    if kn:
+        up, down = up.mT.contiguous(), down.mT.contiguous()
+    dy, found = torch.randn(24, 256, generator=g).bfloat16(), []
+    for by_codes in (True, False):
+        leaves = [t.detach().clone().requires_grad_() for t in (hidden, up, down, scores.to(kind))]
+        with pytest.MonkeyPatch.context() as patch:
+            if not by_codes:
+                patch.setattr(fp8_training, "takes_gradients", lambda *of: False)
+            machine.launches.clear()
+            more = {"w_layout": "kn"} if kn else {}
+            moe_mlp(*leaves[:3], ids, leaves[3], **FP8, **more).backward(dy)
+        ops = [launch.code.op for launch in machine.launches]
+        assert (RowOp.ACTIVATION_GRAD_CODES in ops) is by_codes
+        found.append([leaf.grad for leaf in leaves])
+    for quick, slow in zip(*found[:2], strict=True):
+        assert quick is not None
+        assert torch.equal(quick, slow)
+
+
 @pytest.mark.parametrize("quantises", [False, True])
 def test_on_a_gpu_rows_are_quantised_whatever_a_plan_says(
     machine: Machine, clean_places: Path, quantises: bool
@@ -565,8 +604,9 @@ def test_on_a_gpu_rows_are_quantised_whatever_a_plan_says(
     machine.launches.clear()
     dy = torch.randn(y.shape, generator=g).bfloat16()
     y.backward(dy)
-    assert (ran(RowOp.QUANTIZE_BLOCKS), ran(RowOp.QUANTIZE)) == (2, 2)
-    assert (ran(RowOp.QUANTIZE_COLUMNS), ran(Op.DW)) == (4, 2)
+    assert (ran(RowOp.QUANTIZE_BLOCKS), ran(RowOp.QUANTIZE), ran(RowOp.ACTIVATION_GRAD)) == (2, 0, 0)
+    assert (ran(RowOp.QUANTIZE_BOTH), ran(RowOp.ACTIVATION_GRAD_CODES), ran(RowOp.QUANTIZE_COLUMNS)) == (1, 1, 1)
+    assert ran(Op.DW) == 2
     with torch.no_grad():
         assert torch.equal(moe_mlp(hidden, up, down, ids, scores, **FP8), y)
     fewer = moe_mlp(hidden[:4], up, down, ids[:4], scores[:4], **FP8)  # where bf16 x is faster in either case

@@ -432,7 +432,7 @@ def test_a_gradient_of_another_layout_or_snapshot_goes_the_long_way(replayed: Re
 
 @pytest.mark.parametrize(
     "without",
-    [RowOp.QUANTIZE_BLOCKS, RowOp.QUANTIZE_COLUMNS, RowOp.ACTIVATION_GRAD, Op.DW],
+    [RowOp.QUANTIZE_BLOCKS, RowOp.QUANTIZE_COLUMNS, Op.DW],
 )
 def test_without_a_kernel_there_is_no_plan(
     replayed: Replayed, clean_places: Path, without: Op | RowOp, machine: Machine
@@ -446,6 +446,15 @@ def test_without_a_kernel_there_is_no_plan(
         assert torch.equal(got[0], want[0])
         assert all(float((a - b).norm() / b.norm()) < 5e-2 for a, b in zip(got, want, strict=True))
     assert replayed.counts() == (forwards, 0)
+
+
+@pytest.mark.parametrize("without", [RowOp.QUANTIZE_BOTH, RowOp.ACTIVATION_GRAD_CODES])
+def test_without_a_kernel_of_both_codes_a_plan_has_others(
+    replayed: Replayed, clean_places: Path, machine: Machine, without: RowOp
+) -> None:
+    published(clean_places, without)
+    again(layer(), replayed)
+    assert RowOp.ACTIVATION_GRAD in [launch.code.op for launch in machine.launches]
 
 
 def test_a_plan_keeps_no_tensor(replayed: Replayed) -> None:
