@@ -108,7 +108,7 @@ class ExpertWeights:
         Raises
         ------
         InputError
-            for a wrong shape, dtype, device or stride, or a scale that is NaN or infinite; the others likewise.
+            for a wrong shape, dtype, device or stride, or a scale that is NaN or infinite.
         """
         check_flag("quantize_x", quantize_x)
         return checked(cls("fp8_block" if quantize_x else "fp8_block_a16", codes, scale))
@@ -118,6 +118,11 @@ class ExpertWeights:
         """fp8 with a scale for each row of w: codes [E, N, K] float8_e4m3fn, scale [E, N] float32.
 
         With ``quantize_x`` x is quantised, too (w8a8): to e4m3, with a scale a row.
+
+        Raises
+        ------
+        InputError
+            for a wrong shape, dtype, device or stride, or a scale that is NaN or infinite.
         """
         check_flag("quantize_x", quantize_x)
         return checked(cls("fp8_channel" if quantize_x else "fp8_channel_a16", codes, scale))
@@ -128,6 +133,11 @@ class ExpertWeights:
 
         codes [E, N, K] float8_e4m3fn, scale [E, N, ceil(K/32)] uint8 (or float8_e8m0fnu); a scale of 255 is NaN. x
         stays in its type.
+
+        Raises
+        ------
+        InputError
+            for a wrong shape, dtype, device or stride.
         """
         return checked(cls("mxfp8", codes, as_bytes(scale)))
 
@@ -136,6 +146,11 @@ class ExpertWeights:
         """e2m1 in groups of 32: codes [E, N, K/2] or (gpt-oss) [E, N, K/32, 16] uint8, the low nibble first.
 
         scale [E, N, ceil(K/32)] uint8 (or float8_e8m0fnu): e8m0, 2**(scale - 127); 255 is NaN.
+
+        Raises
+        ------
+        InputError
+            for a wrong shape, dtype, device or stride.
         """
         return checked(cls("mxfp4", flat(codes), as_bytes(scale)))
 
@@ -145,6 +160,11 @@ class ExpertWeights:
 
         codes [E, N, K/2] uint8, the low nibble first; scale [E, N, ceil(K/group)] bfloat16, float16 or float32; zero
         uint8 in scale's shape. The shapes decide the group.
+
+        Raises
+        ------
+        InputError
+            for a wrong shape, dtype, device or stride, or a scale that is NaN or infinite.
         """
         return checked(cls(int4_format(codes, scale, zero), codes, scale, zero))
 
@@ -154,6 +174,11 @@ class ExpertWeights:
 
         scale [E, N, ceil(K/16)] float8_e4m3fn; global_scale [E] float32, which is multiplied (modelopt's
         ``weight_scale_2``; the inverse of compressed-tensors' ``weight_global_scale``). x stays in its type.
+
+        Raises
+        ------
+        InputError
+            for a wrong shape, dtype, device or stride, or a scale that is NaN or infinite.
         """
         return checked(cls("nvfp4", codes, scale, None, global_scale))
 
@@ -166,7 +191,7 @@ class ExpertWeights:
         *,
         quantize_x: bool | None = None,
     ) -> ExpertWeights:
-        """The weights of one product, of the tensors of one layer as a checkpoint names and packs them.
+        """Return the weights of one product from a layer's tensors, as a checkpoint names and packs them.
 
         Parameters
         ----------
@@ -240,7 +265,13 @@ class ExpertWeights:
 
     @classmethod
     def from_state_dict(cls, format: str, state: Mapping[str, torch.Tensor]) -> ExpertWeights:
-        """The weights of a state that ``state_dict`` returned, with ``format``."""
+        """Return the weights of a state that ``state_dict`` returned, with their ``format``.
+
+        Raises
+        ------
+        InputError
+            for a state with missing or other tensors, or tensors that do not fit the format.
+        """
         tensors = dict(state)
         number = torch.as_tensor(tensors.pop("order", torch.zeros((), dtype=torch.int64, device="cpu")))
         if number.dtype is torch.bool or number.dim():
@@ -299,7 +330,13 @@ class ExpertWeights:
         return self.codes.device
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16, expert: int | None = None) -> torch.Tensor:
-        """w [E, N, K], or [N, K] of one ``expert``, in ``dtype``: computed in float32 and rounded once."""
+        """Return w [E, N, K], or [N, K] of one ``expert``, in ``dtype``: computed in float32 and rounded once.
+
+        Raises
+        ------
+        InputError
+            if there is no such ``expert``.
+        """
         E, N, K = self.shape
         if expert is not None:
             if not -E <= expert < E:
@@ -597,7 +634,13 @@ class ExpertWeights:
         return self.scale if self.scale.dim() == 2 else self.global_scale
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> ExpertWeights:
-        """The weights on a device, themselves if they are there. InputError for a dtype: a format has its own."""
+        """Return the weights on a device, themselves if they are there. ``non_blocking`` is ``Tensor.to``'s.
+
+        Raises
+        ------
+        InputError
+            for a dtype: a format has its own.
+        """
         if not isinstance(device, (torch.device, str, int)):
             raise bad("the argument of to()", repr(device), "a device")
         if self.codes.to(device, non_blocking=non_blocking) is self.codes:
@@ -609,12 +652,12 @@ class ExpertWeights:
         return there
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that there are, by the names of the attributes."""
+        """Return the tensors that the format has, by the names of the attributes."""
         attributes = {"codes": self.codes, "scale": self.scale, "zero": self.zero, "global_scale": self.global_scale}
         return {name: tensor for name, tensor in attributes.items() if tensor is not None}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """``tensors()``, and the number of the layout of the codes as ``order``: what to save beside ``format``."""
+        """Return ``tensors()``, and the number of the codes' layout as ``order``. Save it together with ``format``."""
         return {**self.tensors(), "order": torch.tensor(self.order, dtype=torch.int64, device="cpu")}
 
     def __getstate__(self) -> dict[str, Any]:

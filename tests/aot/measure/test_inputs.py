@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from portable_formats import PORTABLE
 
 from pretuned.aot.journal.records import ROUTINGS
 from pretuned.aot.measure.inputs import measured_routings, quantised_weights, routed_rows, top_k_of
@@ -63,7 +64,7 @@ def test_quantised_weights_are_prepared_finite_and_as_wide_as_others(dtype: DTyp
     assert w.kernel_dtypes == (dtype,) or dtype.quantises_x
     assert w.format == dtype.value or dtype.quantises_x
     zeros = dtype.value.endswith("_zp")
-    assert w.order == (2 if dtype.precision.w.bits == 8 else 1)
+    assert w.order == (0 if dtype.value in PORTABLE else 2 if dtype.precision.w.bits == 8 else 1)
     assert (w.zero is not None) is zeros
     values = w.dequantize(torch.float32)
     assert bool(torch.isfinite(values).all())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import warm
+from portable_formats import PORTABLE
 
 from pretuned.artifacts.records import PRECISIONS, Fusion
 from pretuned.runtime.weights.prepared_layout import ORDERS
@@ -73,8 +74,7 @@ def test_every_format_op_and_order() -> None:
         for format in FORMATS
         if format in ORDERS
     ]
-    assert len(stored) == 22
-    assert len(ordered) == 11
+    assert len(ordered) == len(FORMATS) - len(PORTABLE) > 10
     assert not wrong(*stored, *ordered)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from portable_formats import PORTABLE
 
 from pretuned.artifacts.records import PRECISIONS, DType, RowOp
 from pretuned.kernels import rowops
@@ -15,6 +16,7 @@ from pretuned.kernels.rowops import RowOpSpec
 
 WORKER = Path(__file__).parents[2] / "support" / "interpret_weights.py"
 FORMATS = [dtype.value for dtype in DType if dtype.quantised and not dtype.value.endswith("_a16")]
+FORMATS = [format for format in FORMATS if format not in PORTABLE]
 SHAPES = [[2, 64, 192], [2, 128, 128], [1, 192, 64]]
 
 

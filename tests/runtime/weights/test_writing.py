@@ -14,6 +14,7 @@ import pytest
 import torch
 from emulated_driver import EmulatedGpu, emulated
 from pairwise import pairwise
+from portable_formats import PORTABLE
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +25,7 @@ from pretuned.runtime.weights import codes
 from pretuned.runtime.weights.prepared_layout import ORDERS
 
 E, N, K = 3, 128, 256
-FORMATS = [name for name, precision in PRECISIONS.items() if precision.quantised]
+FORMATS = [name for name, precision in PRECISIONS.items() if precision.quantised and name not in PORTABLE]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
