@@ -31,7 +31,6 @@ Quantised x
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -303,7 +302,6 @@ def _rows(cell: Cell, way: Way) -> Iterator[PlanRow]:
         yield from (PlanRow(way, True, *step) for step in checked or [(0, None)])
 
 
-@functools.lru_cache(8192)
 def _rivals(way: Way, problem: Problem) -> tuple[Problem, ...]:
     """Return the problems of which a bundle must have a choice for a way to be possible."""
     if way is not Way.QUANTISED_X and problem.dtype.quantised:
