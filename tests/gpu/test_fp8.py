@@ -14,7 +14,7 @@ from pretuned.runtime.dispatch.snapshot import snapshot
 from pretuned.runtime.driver.device import local_gpu
 from pretuned.runtime.launch import fp8_codes as kernels
 from pretuned.runtime.launch import program
-from pretuned.runtime.ops import fp8_products
+from pretuned.runtime.ops import fp8_products, fp8_training
 from pretuned.runtime.weights import fp8_codes as by_torch
 
 pytestmark = pytest.mark.skipif(
@@ -44,6 +44,34 @@ def test_columns_have_torchs_bits(counts: list[int], blocks: bool) -> None:
         used = sum(-(-count // 128) for count in counts)
         assert torch.equal(got.codes.view(torch.uint8)[:, : 128 * used], want.codes.view(torch.uint8)[:, : 128 * used])
         assert torch.equal(got.scale[:used], want.scale[:used])
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_a_backward_without_dh_has_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, layout: str, dtype: torch.dtype, activation: str
+) -> None:
+    """dh and act(h) as codes of one kernel, or rounded to bfloat16 and then quantised; sums of dweights differ."""
+    E, H, width, T, k = 8, 1024, 1024, 700, 2
+    up, down = drawn(E, 2 * width, H, seed=1) / H**0.5, drawn(E, H, width, seed=2) / width**0.5
+    if layout == "kn":
+        up, down = up.mT.contiguous(), down.mT.contiguous()
+    weights, ids = drawn(T, E, seed=3).float().softmax(-1).topk(k, -1)
+    found = []
+    for by_codes in (True, False):
+        if not by_codes:
+            monkeypatch.setattr(fp8_training, "takes_gradients", lambda *of: False)
+            snapshot().plans.clear()
+        leaves = [t.detach().clone().requires_grad_() for t in (drawn(T, H), up, down, weights.to(dtype))]
+        hidden, *both, slots = leaves
+        y = moe_mlp(hidden, *both, ids, slots, activation, precision="fp8", w_layout=layout)
+        y.backward(drawn(T, H, seed=4))
+        found.append([leaf.grad for leaf in leaves])
+    snapshot().plans.clear()
+    for quick, slow in zip(found[0][:3], found[1][:3], strict=True):
+        assert torch.equal(quick, slow)
+    assert off(found[0][3], found[1][3]) < (1e-2 if dtype is torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
