@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import socket
@@ -56,6 +57,15 @@ def on():
 _SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")  # `vllm serve`
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are forks of this process, which has imported vLLM: that takes 8 s. Those of the server are spawned."""
+    from vllm.v1.executor import multiproc_executor
+
+    monkeypatch.setattr(multiproc_executor, "get_mp_context", lambda: multiprocessing.get_context("fork"))
+
+
+@pytest.mark.usefixtures("forked")
 def test_experts_spread_over_two_processes(
     monkeypatch: pytest.MonkeyPatch, models: dict[str, Path], without: dict[str, Told]
 ) -> None:
@@ -119,11 +129,12 @@ def test_tokens_of_data_parallel_ranks_are_gathered(
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        pytest.param("mxfp4", {"intermediate_size": 192}, marks=pytest.mark.nightly),
+        ("mxfp4", {"intermediate_size": 192}),
         ("mxfp4", {"intermediate_size": 160}),  # blocks of 32: the first process has three of the five, the second two
         ("int4", {"moe_intermediate_size": 192}),
     ],
 )
+@pytest.mark.usefixtures("forked")
 def test_widths_that_are_padded_in_two_processes(
     kind: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
