@@ -301,8 +301,8 @@ def deepgemm_products(place: Path) -> Callable[..., dict[str, Callable[[], objec
                     code, scale = codes(part.T.contiguous(), 1)
                     parts.append(code.reshape(-1))
                     scales.append(scale.T)
-            every = torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
-            return every, torch.cat(scales).contiguous().T
+            all_codes = torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+            return all_codes, torch.cat(scales).contiguous().T
 
         left, right = of_columns(wide_dy), of_columns(wide_x)
         counts = whole.int()

@@ -92,7 +92,7 @@ def gradient_codes(
     """``activation.gradient`` of h [M, 2*I], gate before up, as codes; with ``blocks`` dh's share scales, else a's."""
     from ..launch import fp8_codes as launch
 
-    made = launch.gradient_codes(
+    results = launch.gradient_codes(
         h,
         da,
         m_sizes,
@@ -104,9 +104,9 @@ def gradient_codes(
         blocks=blocks,
         executor=executor,
     )
-    if made is None:
+    if results is None:
         raise AssertionError("takes_gradients said that there is a kernel")
-    return made
+    return results
 
 
 def dW_of_codes(

@@ -252,9 +252,9 @@ def gradients(
     dout = dout.contiguous()
     dx = dup = ddown = dup_bias = ddown_bias = dweights = dh = a = None
     if h is not None and x is not None and all(needs[:3]) and not any(needs[3:5]) and down_bias is None:
-        made = _of_codes(how, dout, x, (up, down), weights, h, routing, needs_weights, executor)
-        if made is not None:
-            return made
+        result = _of_codes(how, dout, x, (up, down), weights, h, routing, needs_weights, executor)
+        if result is not None:
+            return result
     if h is not None:
         if inner or needs_weights:
             w = down.weights(executor)
@@ -341,7 +341,7 @@ def _of_codes(
     of_columns, rows = both_codes(dout, m_sizes, index, k, blocks=turned, executor=executor)
     da = of_made_codes(steps[0], of_dout, rows, executor)
     del rows, of_dout, down
-    made = gradient_codes(
+    results = gradient_codes(
         h,
         da,
         m_sizes,
@@ -354,12 +354,12 @@ def _of_codes(
     )
     del da
     dtypes = [matrix.dtype for matrix in matrices]
-    pair = (made.a, of_columns) if turned else (of_columns, made.a)
+    pair = (results.a, of_columns) if turned else (of_columns, results.a)
     ddown = dW_of_codes(*pair, m_sizes, dtype=dtypes[1], executor=executor)
     del of_columns, pair
-    dx = of_made_codes(steps[1], of_dh, made.rows, executor)
-    dh, dweights = made.dh, made.dweights
-    del made, of_dh, up
+    dx = of_made_codes(steps[1], of_dh, results.rows, executor)
+    dh, dweights = results.dh, results.dweights
+    del results, of_dh, up
     dx = gather_combine.combine(dx, places, k, executor=executor)
     of_x = column_codes(x, m_sizes, index, k, blocks=not turned, executor=executor)
     pair = (of_x, dh) if turned else (dh, of_x)

@@ -58,7 +58,7 @@ def test_a_backward_without_dh_has_the_same_bits(
     if layout == "kn":
         up, down = up.mT.contiguous(), down.mT.contiguous()
     weights, ids = drawn(T, E, seed=3).float().softmax(-1).topk(k, -1)
-    found = []
+    results = []
     for by_codes in (True, False):
         if not by_codes:
             monkeypatch.setattr(fp8_training, "takes_gradients", lambda *of: False)
@@ -67,11 +67,11 @@ def test_a_backward_without_dh_has_the_same_bits(
         hidden, *both, slots = leaves
         y = moe_mlp(hidden, *both, ids, slots, activation, precision="fp8", w_layout=layout)
         y.backward(drawn(T, H, seed=4))
-        found.append([leaf.grad for leaf in leaves])
+        results.append([leaf.grad for leaf in leaves])
     snapshot().plans.clear()
-    for quick, slow in zip(found[0][:3], found[1][:3], strict=True):
+    for quick, slow in zip(results[0][:3], results[1][:3], strict=True):
         assert torch.equal(quick, slow)
-    assert off(found[0][3], found[1][3]) < (1e-2 if dtype is torch.bfloat16 else 1e-5)
+    assert off(results[0][3], results[1][3]) < (1e-2 if dtype is torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

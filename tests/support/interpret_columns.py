@@ -167,9 +167,9 @@ def gradients(
     want_a = fp8_codes.column_codes(a, m_sizes, blocks=not shared)
     want_rows, want_scale = quantised(dh, end)
     P = want_dh.codes.shape[1]
-    made = [torch.full((2 * I, P), 7, dtype=BYTES), torch.full(want_dh.scale.shape, -1.0)]
-    made += [torch.full((M, 2 * I), 7, dtype=BYTES), torch.full(want_scale.shape, -1.0)]
-    made += [torch.full((I, P), 7, dtype=BYTES), torch.full(want_a.scale.shape, -1.0)]
+    outputs = [torch.full((2 * I, P), 7, dtype=BYTES), torch.full(want_dh.scale.shape, -1.0)]
+    outputs += [torch.full((M, 2 * I), 7, dtype=BYTES), torch.full(want_scale.shape, -1.0)]
+    outputs += [torch.full((I, P), 7, dtype=BYTES), torch.full(want_a.scale.shape, -1.0)]
     parts, dweights = torch.full((I // 128, M), 7.0), torch.full((M,), 7.0).to(weights.dtype)
     h[end:], da[end:] = torch.nan, torch.nan
     for adds in (0, NOTES):
@@ -177,16 +177,16 @@ def gradients(
         sizes = index.view(torch.int32), m_sizes.view(torch.int32)
         places = M, I, P, len(counts), step, step, flags
         kernel = of_gradients.activation_grad_codes[(programs,)]
-        kernel(h, da, weights, *sizes, *made, parts, dweights, *places, *numbers, BLOCK=128)
+        kernel(h, da, weights, *sizes, *outputs, parts, dweights, *places, *numbers, BLOCK=128)
     groups = sum(-(-min(max(0, count), M) // 128) for count in counts)
     wrong = []
     for what, at, want in (("dh", 0, want_dh), ("a", 4, want_a)):
-        same = torch.equal(made[at][:, : groups * 128], want.codes.view(BYTES)[:, : groups * 128])
+        same = torch.equal(outputs[at][:, : groups * 128], want.codes.view(BYTES)[:, : groups * 128])
         wrong += [] if same else [f"{what} codes"]
-        wrong += [] if torch.equal(made[at + 1][:groups], want.scale[:groups]) else [f"{what} scales"]
-        others = (made[at][:, groups * 128 :] != 7).any() or (made[at + 1][groups:] != -1).any()
+        wrong += [] if torch.equal(outputs[at + 1][:groups], want.scale[:groups]) else [f"{what} scales"]
+        others = (outputs[at][:, groups * 128 :] != 7).any() or (outputs[at + 1][groups:] != -1).any()
         wrong += [f"{what} others"] if others else []
-    wrong += [] if torch.equal(made[2], want_rows) and torch.equal(made[3], want_scale) else ["rows"]
+    wrong += [] if torch.equal(outputs[2], want_rows) and torch.equal(outputs[3], want_scale) else ["rows"]
     near = torch.allclose(dweights.float(), dots.float(), 1e-2 if narrow else 1e-5, 1e-4, equal_nan=True)
     return wrong + ([] if near else ["dweights"])
 

@@ -169,16 +169,16 @@ def quantize_columns(of: Elements, grid: int, block: int, pointers: Sequence[int
 
 def _store_columns(rows: torch.Tensor, counts: torch.Tensor, P: int, codes: int, scale: int, shared: bool) -> None:
     M, C = rows.shape
-    made = fp8_codes.column_codes(rows, counts, blocks=shared)
+    built = fp8_codes.column_codes(rows, counts, blocks=shared)
     used = int((-(-counts.clamp(0, M) // 128)).sum())
-    _codes_at(codes, C, P)[:, : 128 * used] = made.codes.view(torch.uint8)[:, : 128 * used]
-    placed = torch.from_numpy(at(scale, made.scale.numel())).view(made.scale.shape)
-    placed[:used] = made.scale[:used]
+    _codes_at(codes, C, P)[:, : 128 * used] = built.codes.view(torch.uint8)[:, : 128 * used]
+    placed = torch.from_numpy(at(scale, built.scale.numel())).view(built.scale.shape)
+    placed[:used] = built.scale[:used]
 
 
 def activation_grad_codes(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
     """``activation_grad`` into memory of its own, then the codes. The first launch stores the sums of all columns."""
-    (h, da, row_weights, index, m_sizes, *made, dots, dweights), numbers = pointers, tuple(numbers)
+    (h, da, row_weights, index, m_sizes, *outputs, dots, dweights), numbers = pointers, tuple(numbers)
     (M, I, P, E, index_step, step, flags), words = numbers[:7], numbers[7:]  # noqa: E741
     counts = torch.from_numpy(np.array(indices(m_sizes, E, step)))
     used, shared = np.array([min(M, int(counts.clamp(min=0).sum()))], np.int32), bool(flags & rowops.BLOCKS)
@@ -196,11 +196,11 @@ def activation_grad_codes(of: Elements, grid: int, block: int, pointers: Sequenc
     order = torch.arange(M, dtype=torch.int32)
     weights, how = np.ones(M, np.float32), flags & ~(rowops.NARROW | rowops.NARROW_DWEIGHTS | rowops.WRITES_DWEIGHTS)
     if flags & rowops.WEIGHTED:
-        every = of.read(row_weights, M) if flags & rowops.NARROW else at(row_weights, M)
-        weights = np.ascontiguousarray(every[indices(index, M, index_step)], np.float32)
-    found = dot.view(torch.float32)
+        operands = of.read(row_weights, M) if flags & rowops.NARROW else at(row_weights, M)
+        weights = np.ascontiguousarray(operands[indices(index, M, index_step)], np.float32)
+    dots_fp32 = dot.view(torch.float32)
     flags = how | rowops.USED | rowops.WRITES_DH | rowops.WRITES_A | rowops.WRITES_DWEIGHTS | rowops.WEIGHTED
-    every = (
+    operands = (
         h,
         da,
         weights.ctypes.data,
@@ -208,16 +208,16 @@ def activation_grad_codes(of: Elements, grid: int, block: int, pointers: Sequenc
         used.ctypes.data,
         dh.data_ptr(),
         a.data_ptr(),
-        found.data_ptr(),
+        dots_fp32.data_ptr(),
     )
-    activation_grad(of, 1, block, every, (M, I, 1, flags, *words))
+    activation_grad(of, 1, block, operands, (M, I, 1, flags, *words))
     with plain_torch():
-        _store_columns(dh.float(), counts, P, *made[:2], shared)
-        _store_codes(dh[: used[0]].float(), *made[2:4], M, by_row=False)
-        _store_columns(a.float(), counts, P, *made[4:], not shared)
+        _store_columns(dh.float(), counts, P, *outputs[:2], shared)
+        _store_codes(dh[: used[0]].float(), *outputs[2:4], M, by_row=False)
+        _store_columns(a.float(), counts, P, *outputs[4:], not shared)
     if numbers[6] & rowops.WRITES_DWEIGHTS:
         sums = at(dots, I // 128 * M).reshape(-1, M)
-        sums[:, : used[0]], sums[0, : used[0]] = 0, found.numpy()[: used[0], 0]
+        sums[:, : used[0]], sums[0, : used[0]] = 0, dots_fp32.numpy()[: used[0], 0]
 
 
 def order_codes(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:

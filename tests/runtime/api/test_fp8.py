@@ -545,11 +545,11 @@ def test_a_backward_without_dh_has_the_same_bits(
     """dh and act(h) as codes of one kernel, or rounded to bfloat16 and then quantised."""
     machine.publish(quantises=True)
     gemms, rows = search.of_training(90)
-    made = [
+    built = [
         emulated_kernels.variant_and_code(spec)
         for spec in (*gemms, *rows, RowOpSpec(RowOp.ACTIVATION_GRAD, DType.BF16))
     ]
-    emulated_kernels.write(clean_places / "training.msgpack", made)
+    emulated_kernels.write(clean_places / "training.msgpack", built)
     reload()
     hidden, ids, scores = routed(24)
     g = torch.Generator().manual_seed(5)
@@ -558,7 +558,7 @@ def test_a_backward_without_dh_has_the_same_bits(
     )
     if kn:
         up, down = up.mT.contiguous(), down.mT.contiguous()
-    dy, found = torch.randn(24, 256, generator=g).bfloat16(), []
+    dy, results = torch.randn(24, 256, generator=g).bfloat16(), []
     for by_codes in (True, False):
         leaves = [t.detach().clone().requires_grad_() for t in (hidden, up, down, scores.to(kind))]
         with pytest.MonkeyPatch.context() as patch:
@@ -569,8 +569,8 @@ def test_a_backward_without_dh_has_the_same_bits(
             moe_mlp(*leaves[:3], ids, leaves[3], **FP8, **more).backward(dy)
         ops = [launch.code.op for launch in machine.launches]
         assert (RowOp.ACTIVATION_GRAD_CODES in ops) is by_codes
-        found.append([leaf.grad for leaf in leaves])
-    for quick, slow in zip(*found[:2], strict=True):
+        results.append([leaf.grad for leaf in leaves])
+    for quick, slow in zip(*results[:2], strict=True):
         assert quick is not None
         assert torch.equal(quick, slow)
 
