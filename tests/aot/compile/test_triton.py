@@ -42,12 +42,22 @@ def test_what_each_pointer_of_a_kernel_points_at_is_said() -> None:
     with pytest.raises(KeyError, match="unheard_of"):
         triton._triton_type("unheard_of", "ptr", PASS, {})
     words = {"index", "experts", "places", "used", "ids", "bounds", "m_sizes", "counts", "starts", "across_words"}
-    scales = {"row_weights", "dweights", "scale", "x_scale", "column_scale", "across_scales", "outer"}
+    scales = {
+        "row_weights",
+        "dweights",
+        "scale",
+        "x_scale",
+        "column_scale",
+        "a_scale",
+        "dots",
+        "across_scales",
+        "outer",
+    }
     of_weights = {"w": "*i16", "words": "*i32", "stored": "*u8", "scales": "*u8", "zeros": "*i8", "most": "*i32"}
     for op in RowOp:
         for name, kind in rowops.arguments(op):
             wanted = "*i32" if name in words else {"order": "*i64", "named": "*i8"}.get(name, "*bf16")
-            wanted = "*u8" if name in ("codes", "x_codes", "column_codes") else wanted
+            wanted = "*u8" if name in ("codes", "x_codes", "column_codes", "a_codes") else wanted
             wanted = "*fp32" if name in scales else wanted
             wanted = of_weights.get(name, wanted)
             text = triton._triton_type(name, kind, RowOpSpec(op, DType.BF16), {})
