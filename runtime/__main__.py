@@ -78,7 +78,7 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 def _main(options: argparse.Namespace) -> int:
     if options.version:
-        from importlib import metadata  # here, as an interrupt while this module is imported shows a traceback
+        from importlib import metadata  # imported here: an interrupt at this module's import would show a traceback
 
         print(f"pretuned {metadata.version('pretuned')}")
         return 0
@@ -91,7 +91,7 @@ def _main(options: argparse.Namespace) -> int:
     try:
         report: Any = self_test_all.examine() if options.self_test else None
         if options.batch_invariance:
-            from .api import batch_invariance  # here, as it imports everything that computes
+            from .api import batch_invariance  # imported here: it imports everything that computes
 
             report = batch_invariance.examine(progress=lambda line: print(line, file=sys.stderr, flush=True))
         report = report or (doctor.examine_engine(options.engine) if options.engine else doctor.examine())

@@ -1,4 +1,4 @@
-"""Kernel configs that are kept under a key: in memory, and a checked file each in a directory of the user's overlay."""
+"""Kernel configs that are cached under a key: in memory, and each in a checked file of the user's overlay directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class ConfigCache(Generic[K, V]):
-    """Configs of one kind. ``decode`` gives None for a payload that is none, or of another key."""
+    """A cache of one kind of configs. ``decode`` returns None for an invalid payload and for one of another key."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ConfigCache(Generic[K, V]):
         return configs
 
     def save(self, key: K, configs: V) -> None:
-        """Keep configs. A place that can't be written costs the file, and so do the settings that say to write none."""
+        """Cache configs in memory, and in a file unless the settings forbid files or the directory can't be written."""
         payload, place = self._encode(key, configs), self._place()
         self._memory[key] = configs
         if place is None or settings().disable_autotune:
@@ -54,11 +54,11 @@ class ConfigCache(Generic[K, V]):
             make_folder(place)
             write_checked(place / self._file_name(key), payload)
             _bound(place)
-        except OSError as error:  # HostError is one
+        except OSError as error:  # HostError is an OSError
             _log.info("pretuned: the configs are not kept: %s", error)
 
     def clear(self, *, files: bool) -> None:
-        """Forget what this process has in memory, and remove the files; what can't be removed stays."""
+        """Clear this process's memory cache, and remove the files; a file that can't be removed stays."""
         self._memory.clear()
         place = self._place()
         if files and place is not None and not settings().disable_autotune:

@@ -11,17 +11,17 @@ from ..artifacts.errors import InputError
 from ..artifacts.records import Problem
 from . import settings
 
-# (problems, M, device): makes sure that a choice measured on this GPU exists for the problems at M rows, tuning now if
-# there is none. What it finds it publishes, and has the runtime read it (``reload``).
+# (problems, M, device): makes sure that a choice measured on this GPU exists for the problems at M rows. If there is
+# none, it tunes now, publishes the result, and calls ``reload`` so that the runtime reads it.
 Tuner: TypeAlias = "Callable[[tuple[Problem, ...], int, int], None]"
 # (problem, sm): compiles variants that run any N, K and M of a kind of problem. Returns an encoded bundle; CompileError
-# or HostError if it can't be built.
+# or HostError if compiling fails.
 Compiler: TypeAlias = "Callable[[Problem, int], bytes]"
 
 snapshot: Any = None  # a ``dispatch.snapshot.Snapshot``; None before its first use and after a reload
-blocks = False  # True from the first block of ``within`` on; before, ``current()`` is ``snapshot``
+blocks = False  # True once a ``within`` block was entered; until then ``current()`` is ``snapshot``
 in_blocks: dict[Any, Any] = {}  # batch-invariant mode -> snapshot, for modes that only a ``within`` block uses
-UNSAID = object()  # the mode outside all blocks
+UNSAID = object()  # no ``within`` block sets a mode: the process's mode counts
 _mode: contextvars.ContextVar[Any] = contextvars.ContextVar("pretuned.batch_invariant", default=UNSAID)
 _tuner: Tuner | None = None
 _compiler: Compiler | None = None
@@ -35,7 +35,7 @@ def register_tuner(tuner: Tuner | None) -> None:
     Parameters
     ----------
     tuner
-        A function (problems, M, device) that tunes the problems for M rows on ``cuda:device``; None takes it out.
+        A function (problems, M, device) that tunes the problems for M rows on ``cuda:device``; None removes it.
     """
     global _tuner
     _tuner = tuner
@@ -65,7 +65,7 @@ def register_compiler(compiler: Compiler | None) -> None:
     Parameters
     ----------
     compiler
-        A function (problem, sm) that returns an encoded bundle; None takes it out.
+        A function (problem, sm) that returns an encoded bundle; None removes the registered compiler.
     """
     global _compiler
     _compiler = compiler
@@ -74,13 +74,13 @@ def register_compiler(compiler: Compiler | None) -> None:
 def allow_jit(allowed: bool = True) -> None:
     """Let Triton compile kernels that no bundle has when a call needs them; without this, torch runs such calls.
 
-    Some seconds, once for each op, dtype, layout and form; the code is launched as a bundle's is, and the next
-    process finds it in the compile cache. Never in a graph capture: there torch runs, as it does without this.
+    Compiling takes some seconds, once for each op, dtype, layout and fusion. The code is launched like a bundle's, and
+    the next process finds it in the compile cache. Nothing is compiled in a graph capture: torch runs such calls.
 
     Parameters
     ----------
     allowed
-        False takes it back.
+        False forbids compiling again.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def allow_jit(allowed: bool = True) -> None:
 
 
 def jit_allowed() -> bool:
-    """True if ``allow_jit`` was called, and all code need not be signed."""
+    """True if ``allow_jit`` was called, and unsigned code is allowed."""
     return _allowed and settings.settings().trusted_keys is None
 
 
@@ -119,7 +119,7 @@ def batch_invariant(enabled: bool = True, *, quantize_x: bool = False) -> Iterat
     enabled
         False chooses kernels freely in the block.
     quantize_x
-        Of fp8 weights whose checkpoints have x quantised: whether products always quantise it, or never.
+        For fp8 weights whose checkpoint asks for quantised x: True quantises x in every product, False in none.
 
     Returns
     -------
@@ -129,7 +129,7 @@ def batch_invariant(enabled: bool = True, *, quantize_x: bool = False) -> Iterat
     Raises
     ------
     InputError
-        if one of the two is no bool.
+        if ``enabled`` or ``quantize_x`` is not a bool.
     """
     for name, value in (("enabled", enabled), ("quantize_x", quantize_x)):
         if not isinstance(value, bool):
@@ -151,12 +151,12 @@ def within(invariance: Any) -> Iterator[None]:
 
 
 def said() -> Any:
-    """The mode that ``within`` sets here; ``settings.invariance`` counts where it is ``UNSAID``."""
+    """The batch-invariant mode of the enclosing ``within`` block; ``UNSAID`` means that of ``settings.invariance``."""
     return _mode.get()
 
 
 def current() -> Any:
-    """The snapshot that calls of this context use: ``snapshot`` but in a block of another mode. None before its use."""
+    """The snapshot for this context's calls: ``snapshot``, or a block's own for another mode. None before first use."""
     mode = said()
     if mode is UNSAID or (snapshot is not None and snapshot.invariance == mode):
         return snapshot
@@ -164,7 +164,7 @@ def current() -> Any:
 
 
 def on_reload(forget: Callable[[], None]) -> None:
-    """Have ``reload`` call ``forget``, which must clear everything that was cached of the bundles."""
+    """Have ``reload`` call ``forget``, a function that must clear all that its module caches about bundles."""
     _forget.append(forget)
 
 

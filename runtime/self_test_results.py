@@ -1,11 +1,11 @@
 """Results of self-tests of kernels that were never run on a GPU's capability: right, or wrong.
 
-Wrong means that a result was computed and is wrong, that the GPU faulted, or that the test hung. Anything else that may
-go wrong during a test (a file vanishes, the process is killed) is no result, and is not kept.
+Wrong means that the kernel computed a wrong value, that the GPU faulted, or that the test hung. If a test fails for
+another reason (a file vanishes, the process is killed), there is no result, and nothing is stored.
 
-A result holds for one variant (all of its record, its cubin's digest among it), one kind of GPU and one driver. The
-process keeps it, and a small file of the user's overlay, one for each kind of GPU and driver. Where two results
-disagree, wrong stays. ``launch/self_test.py`` runs the tests.
+A result is for one variant (its whole record, with its cubin's digest), one kind of GPU and one driver. It is stored in
+the process, and in a small file of the user's overlay; there is one file for each kind of GPU and driver. If two
+results disagree, the variant counts as wrong. ``launch/self_test.py`` runs the tests.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .settings import lock, settings
 if TYPE_CHECKING:
     from ..artifacts.records import Gpu, LocalGpu, Variant
 
-_FORM = 2  # of the file's content
-_MOST = 4096  # results in a file
+_FORM = 2  # version of the file's format
+_MOST = 4096  # most results in a file
 _MOST_CHARS = 400  # longest stored reason
-_LOCK_TIMEOUT_S = 2.0  # once a process: whoever holds the overlay's lock that long may hold it for good
+_LOCK_TIMEOUT_S = 2.0  # waited once in a process: a holder of the overlay's lock that needs longer may never release it
 
 _log = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ class _Memory:
     """The test results that this process has read or made."""
 
     def __init__(self) -> None:
-        self.results: dict[tuple[int, Gpu], _Results] = {}  # by capability and GPU, its driver included
+        self.results: dict[tuple[int, Gpu], _Results] = {}  # by capability and GPU, driver included
         self.wrong: dict[tuple[int, Gpu], set[bytes]] = {}  # also variants that could not be tested
-        self.read: set[tuple[int, Gpu]] = set()  # whose file was read
+        self.read: set[tuple[int, Gpu]] = set()  # the GPUs whose file was read
         self.logged: set[Path] = set()  # files that could not be written
         self.wait_s = _LOCK_TIMEOUT_S  # for the next lock
 
@@ -60,30 +60,30 @@ _memory = _Memory()
 
 
 def result_of_today(right: bool, why: str = "") -> Result:
-    """Make a result of today."""
+    """Return a result with today's date (UTC)."""
     return Result(right, time.strftime("%Y-%m-%d", time.gmtime()), why[:_MOST_CHARS])
 
 
 def recorded(variant: Variant, local: LocalGpu) -> Result | None:
-    """The variant's result on such a GPU, this process's or one of the file; None without one."""
+    """The variant's result on this kind of GPU, from this process or the file; None if it was not tested."""
     recall(local)
     return _memory.results.get((local.sm, local.gpu), {}).get(_digest(variant))
 
 
 def is_wrong(variant: Variant, local: LocalGpu) -> bool:
-    """True if the variant failed its test there, or was left out. Reads no file: loading a kernel has read it."""
+    """True if the variant failed its test on this kind of GPU, or was left out. Reads no file: ``recall`` does."""
     wrong = _memory.wrong.get((local.sm, local.gpu))
     return wrong is not None and _digest(variant) in wrong
 
 
 def left_out(local: LocalGpu) -> tuple[bytes, ...]:
-    """Digests of all that is wrong there or left out, ascending."""
+    """Digests of all variants that are wrong on this kind of GPU, or left out, ascending."""
     recall(local)
     return tuple(sorted(_memory.wrong.get((local.sm, local.gpu), ())))
 
 
 def recall(local: LocalGpu) -> None:
-    """Read the results of such a GPU from its file, unless they were read before."""
+    """Read the results of this kind of GPU from its file, unless they were read before."""
     key = local.sm, local.gpu
     if key not in _memory.read:
         path = path_of(local)
@@ -95,15 +95,15 @@ def recall(local: LocalGpu) -> None:
 
 
 def leave_out(variant: Variant, local: LocalGpu) -> None:
-    """Have this process leave a variant out, which it could not test. The next process tests it again."""
+    """Leave out a variant that could not be tested, in this process. The next process tests it again."""
     with lock("self-test results"):
         _memory.wrong.setdefault((local.sm, local.gpu), set()).add(_digest(variant))
 
 
 def note(variant: Variant, local: LocalGpu, result: Result) -> None:
-    """Keep a result, and write all of this process's into the file; that they can't be is logged once, at level INFO.
+    """Store a result, and write all of this process's results into the file. A failed write is logged once, at INFO.
 
-    One call a process waits for the overlay's lock. Where the lock stays busy, later calls try it without waiting.
+    Only the first call that finds the overlay's lock busy waits for it; later calls try it without waiting.
     """
     with lock("self-test results"):
         _keep(local, _digest(variant), result)
@@ -111,7 +111,7 @@ def note(variant: Variant, local: LocalGpu, result: Result) -> None:
     if path is None or settings().disable_autotune:
         return
     from ..artifacts.locking import check_cache
-    from ..artifacts.locking import lock as directory_lock  # here, as most processes have nothing to write
+    from ..artifacts.locking import lock as directory_lock  # imported here: most processes write nothing
 
     try:
         check_cache(path.parent)
@@ -130,7 +130,7 @@ def note(variant: Variant, local: LocalGpu, result: Result) -> None:
 
 
 def path_of(local: LocalGpu) -> Path | None:
-    """The file of one kind of GPU and driver; None where there is no overlay, or all must be signed."""
+    """The file of one kind of GPU and driver; None if there is no overlay, or if all files must be signed."""
     overlay, gpu = settings().records, local.gpu
     if overlay is None:
         return None
@@ -139,7 +139,7 @@ def path_of(local: LocalGpu) -> Path | None:
 
 
 def forget() -> None:
-    """Makes the next ``recall`` read the file again: the environment may name another."""
+    """Have the next ``recall`` read the file again: the environment may name another overlay."""
     _memory.read.clear()
 
 
@@ -159,7 +159,7 @@ def _keep(local: LocalGpu, digest: bytes, result: Result) -> None:
 
 
 def _merge(results: _Results, digest: bytes, result: Result) -> Result:
-    """Wrong once is wrong for good."""
+    """Add a result, unless a wrong one is stored: wrong stays."""
     before = results.get(digest)
     if before is None or before.right:
         results[digest] = result
@@ -172,7 +172,7 @@ def _head(local: LocalGpu) -> list[object]:
 
 
 def _load(path: Path, local: LocalGpu) -> _Results:
-    """A file's results; none where it is missing, damaged, of another GPU, or in a place that others can write."""
+    """A file's results; none if it is missing, damaged, of another GPU, or in a directory that others can write."""
     from ..artifacts.publishing import read_checked
 
     payload = read_checked(path)
@@ -191,7 +191,7 @@ def _row(row: list[object]) -> tuple[bytes, Result]:
 
 
 def _save(path: Path, local: LocalGpu, results: _Results) -> None:
-    """Drop results beyond the limit: the wrong ones stay, and the newest of the others."""
+    """Write results to a file. Beyond ``_MOST`` of them, the wrong ones stay, and the newest of the others."""
     from ..artifacts.publishing import write_checked
 
     rows = sorted(results.items(), key=lambda row: (not row[1].right, row[1].day), reverse=True)[:_MOST]

@@ -1,6 +1,6 @@
 """The environment variables, read once, at first use; and the process's locks.
 
-No variable switches off a check of where code comes from.
+No variable switches off the checks of signatures and of who owns a file.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ BATCH_INVARIANT = "PRETUNED_BATCH_INVARIANT"
 BUNDLES = "PRETUNED_BUNDLES"
 DISABLE_AUTOTUNE = "PRETUNED_DISABLE_AUTOTUNE"
 DISABLE_SELF_TEST = "PRETUNED_DISABLE_SELF_TEST"
-UNSLOTH_DISABLE_AUTOTUNE = "UNSLOTH_MOE_DISABLE_AUTOTUNE"  # of code that was written for Unsloth's kernels
+UNSLOTH_DISABLE_AUTOTUNE = "UNSLOTH_MOE_DISABLE_AUTOTUNE"  # read, too: code for Unsloth's kernels sets it
 STRICT = "PRETUNED_STRICT"
 TRUSTED_KEYS = "PRETUNED_TRUSTED_KEYS"
 
-_QUANTIZE_X = "quantize_x"  # what PRETUNED_BATCH_INVARIANT can be beside 1
+_QUANTIZE_X = "quantize_x"  # a value of PRETUNED_BATCH_INVARIANT; the other is 1
 
 _log = logging.getLogger(__name__)
 _settings: Settings | None = None
@@ -30,29 +30,30 @@ _locks: dict[str, AbstractContextManager[object]] = {}
 
 
 def lock(name: str) -> AbstractContextManager[object]:
-    """The process's lock of this name, which its holder may take again; a child of ``fork`` has one of its own.
+    """The process's reentrant lock of this name; a child of ``fork`` gets a new lock.
 
-    Ask for it each time: a lock that is kept is the parent's. What it guards has to be whole after every single step.
-    Python's own locks of modules that are being imported are not like this: a process that forks while another of its
-    threads is in its first call may leave a child that waits for good (docs/runtime/runtime.md says what to do).
+    Call this for each use: after a fork, a stored lock is still the parent's. The guarded state must be consistent
+    after every single step, as a fork may come between two. Python's import locks are not renewed: a process that
+    forks while another of its threads is in its first call may leave a child that waits forever
+    (docs/runtime/runtime.md says what to do).
     """
     return _locks.get(name) or _locks.setdefault(name, threading.RLock())
 
 
 def at_fork(in_child: Callable[[], object]) -> None:
-    """Have a child of ``fork`` call this first, where there is such a thing: Windows forks nothing."""
+    """Have a child of ``fork`` call ``in_child`` first. On Windows, which has no ``fork``, do nothing."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=in_child)
 
 
-# (Locks are forgotten, not released: where the child's own thread holds one, it releases the very lock that it took.)
+# Locks are forgotten, not released: if the forking thread holds a lock, the child's thread releases that lock itself.
 at_fork(_locks.clear)
 
 
 class Invariance(NamedTuple):
-    """The batch-invariant mode: variants of one order of sums run all calls of a problem, whatever their rows.
+    """The batch-invariant mode: all calls of a problem run variants that sum in one order, whatever their rows.
 
-    With ``quantize_x`` products of fp8 weights whose checkpoints have x quantised always quantise it, else never.
+    For fp8 weights whose checkpoint asks for quantised x, every product quantises x with ``quantize_x``, else none.
     """
 
     quantize_x: bool = False
@@ -65,7 +66,7 @@ class Settings(NamedTuple):
     """The settings that the environment variables give.
 
     ``bundles`` are the entries of PRETUNED_BUNDLES in order; ``overlay`` is the user's own directory of
-    bundles, or None where there is no place for one (no HOME). ``trusted_keys`` is a directory of public keys: a
+    bundles, or None if there is no HOME to put it in. ``trusted_keys`` is a directory of public keys: a
     bundle that is not pretuned's own must then be signed by one.
     """
 
@@ -79,12 +80,12 @@ class Settings(NamedTuple):
 
     @property
     def on_demand(self) -> bool:
-        """True if this process may tune and compile: not if all code must be signed."""
+        """True if this process may tune and compile; False if all code must be signed."""
         return not self.disable_autotune and self.trusted_keys is None
 
     @property
     def records(self) -> Path | None:
-        """The overlay as the place of what nobody signs, test results and configs; None where all must be signed."""
+        """The overlay, as the directory of unsigned test results and configs; None if all files must be signed."""
         return self.overlay if self.trusted_keys is None else None
 
 
@@ -99,14 +100,14 @@ def settings() -> Settings:
 
 
 def forget() -> None:
-    """Makes the next ``settings()`` read the environment again."""
+    """Have the next ``settings()`` read the environment again."""
     global _settings
     with lock("settings"):
         _settings = None
 
 
 def read(environ: Mapping[str, str]) -> Settings:
-    """Settings from ``environ``."""
+    """Return the settings that the variables of ``environ`` give."""
     entries = environ.get(BUNDLES, "").split(":")
     keys = environ.get(TRUSTED_KEYS, "")
     return Settings(
@@ -121,10 +122,10 @@ def read(environ: Mapping[str, str]) -> Settings:
 
 
 def _path(entry: str) -> Path:
-    """``~`` and ``~user`` written out: a shell does it for the first entry alone, and in quotes not at all."""
+    """Expand ``~`` and ``~user``: a shell expands only the first entry of a list, and nothing in quotes."""
     try:
         return Path(entry).expanduser()
-    except RuntimeError:  # no such user, or no home: opening it tells
+    except RuntimeError:  # no such user, or no home: opening the path reports it
         return Path(entry)
 
 

@@ -1,4 +1,4 @@
-"""``python -m pretuned.runtime --batch-invariance``: whether this GPU's kernels keep what the mode promises.
+"""``python -m pretuned.runtime --batch-invariance``: tests that a row's bits do not depend on its batch.
 
 One token's result is computed in batches of many sizes, and among other tokens, and compared bit for bit.
 """
@@ -45,21 +45,21 @@ _TOKENS = 4096
 _SIZES = (1, 2, 3, 5, 8, 16, 31, 64, 100, 257, 512, 1000, 2048)
 _MIXES = 6
 
-Results = Mapping[str, torch.Tensor]  # a row for each token that was computed
-Run = Callable[[torch.Tensor], Results]  # of the tokens' numbers
+Results = Mapping[str, torch.Tensor]  # name -> result, a row for each computed token
+Run = Callable[[torch.Tensor], Results]  # from the tokens' indices
 
 
 class Counted(NamedTuple):
-    """In how many batches a result was compared, and in how many some bit differed."""
+    """The number of batches in which a result was compared, and of those in which some bit differed."""
 
     batches: int
     differing: int
 
 
 def compared(run: Run, tokens: int, sizes: Sequence[int], mixes: int, seed: int = 0) -> dict[str, Counted]:
-    """Compare a token's bits in a batch of all ``tokens`` with its bits in other batches, by the name of each result.
+    """Compare each token's bits in a batch of all ``tokens`` with its bits in other batches; counts by result name.
 
-    Other batches have the first ``sizes`` tokens each, or are ``mixes`` random choices of tokens in random order.
+    The other batches are the first n tokens for each n of ``sizes``, and ``mixes`` random choices in random order.
     """
     generator = torch.Generator().manual_seed(seed)
     batches = [torch.arange(size, device="cpu") for size in sizes]
@@ -94,7 +94,7 @@ class Experts(NamedTuple):
 
     @classmethod
     def drawn(cls, format: str, tokens: int, device: torch.device, *, H: int = _H, I: int = _I) -> Experts:  # noqa: E741
-        """Random ones, equal on every device. Some slots choose no expert, as with experts on other ranks."""
+        """Return random tensors, equal on every device. Some slots choose no expert, as with experts on other ranks."""
         generator = torch.Generator().manual_seed(1)
         dtype = _PLAIN.get(format, torch.bfloat16)
 
@@ -135,9 +135,8 @@ class Experts(NamedTuple):
         return {"forward": out, "forward with a gradient": trained.detach(), "dX": dx}
 
     def products(self, some: torch.Tensor) -> Results:
-        """y of each slot of some tokens by ``grouped_gemm``: of rows gathered on the way in, and moved on the way out.
-
-        Slots of no expert have zeros.
+        """y of each slot of some tokens by three products: x gathered and y scattered, x gathered alone, and neither.
+        y of a slot without an expert is zero.
         """
         at = some.to(self.x.device)
         x, ids, weights = self.x[at], self.ids[at], self.weights[at]
@@ -169,9 +168,9 @@ def forms(experts: Experts) -> dict[str, Run]:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A format's results: of each form and result the batches, and in how many a bit differed.
+    """A format's results: for each computation, the batches compared and those in which a bit differed.
 
-    ``free`` is in how many of all it differed without the mode; ``skipped`` says why nothing was computed.
+    ``free`` is the number of batches that differ without the mode; ``skipped`` says why nothing was computed.
     """
 
     format: str
@@ -233,7 +232,7 @@ def check(
     mixes: int = _MIXES,
     free: bool = True,
 ) -> Checked:
-    """Compare a format's results of some experts in a mode, the default one if None, and if asked without it."""
+    """Compare a format's results in a batch-invariant mode (None: the default mode), and with ``free`` also without."""
     mode, tokens = mode or Invariance(), len(experts.ids)
     try:
         with hooks.within(mode):

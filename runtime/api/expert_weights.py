@@ -1,4 +1,4 @@
-"""``ExpertWeights`` as users import it: a bundle's row kernels write and read its codes on a GPU."""
+"""``ExpertWeights`` for users: on a GPU, a bundle's row kernels write and read its codes."""
 
 from __future__ import annotations
 

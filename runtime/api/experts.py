@@ -1,4 +1,4 @@
-"""The experts of a layer between two all-to-alls, on buffers that have the rows of each expert apart."""
+"""The experts of a layer between two all-to-alls, on buffers in which each expert has its own range of rows."""
 
 from __future__ import annotations
 
@@ -54,30 +54,30 @@ def experts_mlp(
 ) -> torch.Tensor:
     """y[e, i] = act(x[e, i] @ gate_up[e].T + gate_up_bias[e]) @ down[e].T + down_bias[e] for i < m_sizes[e].
 
-    The experts of this rank, between the all-to-all that brings their rows and the one that takes results back.
+    Runs the experts of this rank, between the all-to-all that brings their rows and the one that returns results.
 
     Parameters
     ----------
     x
-        [E, M_max, H] bfloat16, float16 or float32 (float64 on the CPU), or [M, H] with ``m_starts``. Rows that are no
-        expert's are not read. Or ``QuantizedRows`` of these shapes: y is bfloat16, and nothing has a gradient.
+        [E, M_max, H] bfloat16, float16 or float32 (float64 on the CPU), or [M, H] with ``m_starts``. Padding rows
+        are not read. Or ``QuantizedRows`` of these shapes: y is bfloat16, and nothing has a gradient.
     gate_up_weight, down_weight, activation, gated, interleaved, gate_up_bias, down_bias, w_layout, lora
         The parameters of ``moe_mlp`` by these names.
     m_sizes, m_starts
-        [E] int32 or int64, contiguous: the rows of each expert, and with x [M, H] where they begin, see
+        [E] int32 or int64, contiguous: the number of rows of each expert, and for x [M, H] its first row, as in
         ``grouped_gemm``.
     out
         Contiguous, in y's shape and dtype: written and returned, without a gradient. It may be x itself.
     zero_tail
-        Whether rows of y that are no expert's are zeroed; otherwise they are left as they are.
+        Whether padding rows of y are zeroed; otherwise they are left as they are.
     expected_rows
         How many rows experts will have, 0 to E*M_max (or M), as ``grouped_gemm`` has it.
 
     Returns
     -------
     torch.Tensor
-        y in x's shape, in its dtype or bfloat16. Differentiable in x, the weights, the biases and adapters; dx of other
-        rows is zero.
+        y in x's shape and dtype (bfloat16 for ``QuantizedRows``). Differentiable in x, the weights, the biases and
+        adapters; dx of padding rows is zero.
 
     Raises
     ------
@@ -180,7 +180,7 @@ def _of_codes(
     zero_tail: bool,
     expected_rows: int | None,
 ) -> torch.Tensor:
-    """The layer of rows that arrive as codes."""
+    """Run the layer on x that arrives as codes."""
     if any(adapters):
         raise refusal(_CALL, "x", "lora")
     coded = checked_codes(_CALL, "x", arriving, both[0], m_sizes, m_starts, both[1], *biases)
@@ -222,7 +222,7 @@ def _again(
     out: torch.Tensor | None,
     adapters: tuple[Lora | None, Lora | None],
 ) -> torch.Tensor | None:
-    """The call by its plan, before any check; None where the checks are to say what it is."""
+    """Run the call by its plan, without checks; None if there is no plan, or none that serves these tensors."""
     try:
         low: list[torch.Tensor | None] = []
         for lora in adapters:
@@ -269,7 +269,7 @@ def _checked(
     *,
     copies: bool = True,
 ) -> tuple[torch.Tensor, Any, Any, int]:
-    """x with usable rows, the weights with three dimensions, and the columns of the first product."""
+    """Return x with rows that kernels can read, both weights as 3-D, and the columns of the first product."""
     form = form_of(w_layout=w_layout, topk=1, permute_x=False, permute_y=False)
 
     def product(rows: torch.Tensor, w: Any, bias: torch.Tensor | None) -> tensors.RowGemm:
@@ -297,7 +297,7 @@ def _checked(
 
 @contextlib.contextmanager
 def _product(name: str) -> Iterator[None]:
-    """Have the errors of a product's check name the caller's own arguments in place of w and bias."""
+    """Have errors of a product's check name the caller's arguments instead of w and bias."""
     try:
         yield
     except InputError as error:
@@ -316,7 +316,7 @@ def _traced(
     zero_tail: bool,
     expected_rows: int | None,
 ) -> torch.Tensor:
-    """The layer out of operators that torch traces. Its padding is zero."""
+    """Run the layer by operators that torch can trace. Padding rows of y are zero."""
     from .torch_library import traced
 
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -332,7 +332,7 @@ def _traced(
         "untraceable": False,
         "expected_rows": expected_rows,
     }
-    # zero_tail: torch differentiates the activation of every row, and NaN would stop its anomaly mode.
+    # torch differentiates the activation of padding rows, too: NaN there would stop torch's anomaly mode.
     zeroes = torch.is_grad_enabled()
     first, second = adapters
     h = traced(

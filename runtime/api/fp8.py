@@ -1,6 +1,6 @@
-"""``precision="fp8"`` of ``grouped_gemm`` and ``moe_mlp``: what it takes, and the calls once their tensors are checked.
+"""``precision="fp8"`` of ``grouped_gemm`` and ``moe_mlp``: checks of the arguments, and the checked calls.
 
-Checks look at outlines of the weights: tensors of their shape in x's dtype, without memory for their numbers.
+Checks read outlines of the weights: tensors of the weights' shape in x's dtype, without values.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def checked_weights(
     others: tuple[Any, ...],
     refused: dict[str, bool],
 ) -> tuple[list[Any], list[torch.Tensor]]:
-    """x and biases, cast in a torch.autocast region, and an outline of each weight.
+    """Return x and the biases, cast in a torch.autocast region, and an outline of each weight.
 
     ``rows`` are x and the biases, ``weights`` the weights, each by the caller's name; ``others`` the other tensors.
 
     Raises
     ------
     InputError
-        for another precision, ``refused`` arguments that are there, and tensors that fp8 does not take.
+        for another precision, ``refused`` arguments that are not None, and tensors that fp8 does not support.
     """
     if precision != "fp8":
         raise InputError(f"{call}: precision is {precision!r}, wanted 'fp8', or None for the precision of x and w")
@@ -115,7 +115,7 @@ def product(
     expected_rows: int | None,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """y of ``grouped_gemm`` with ``precision="fp8"``: by the plan of a call like it, or checked, leaving a plan.
+    """y of ``grouped_gemm`` with ``precision="fp8"``: by an earlier call's plan, or checked, which stores a plan.
 
     Raises
     ------
@@ -168,7 +168,7 @@ def product(
 
 
 class _Place(NamedTuple):
-    """Where a call's plan is, for M sorted rows: a table, its key there, and whether it is for any number of rows."""
+    """The place of a call's plan: a table, the plan's key there, and whether the plan is for any number of rows."""
 
     plans: dict[object, Any]
     key: object
@@ -187,7 +187,7 @@ def _place(
     expected_rows: int | None,
     out: torch.Tensor | None,
 ) -> _Place | None:
-    """The place of the plan of a product; None of what has none: the checks say what is wrong, if anything is."""
+    """The place of a product's plan; None if the call can have no plan, also if its arguments are wrong."""
     if type(x) not in tensors.PLAIN or torch.compiler.is_compiling() or not tensors.on_gpu(x):
         return None
     current = hooks.current() if hooks.blocks else hooks.snapshot
@@ -209,7 +209,7 @@ def _place(
 
 
 class Fp8ProductPlan(ProductPlan):
-    """The programs of one product in fp8, which quantise its w each time, or read what a block keeps of it."""
+    """The programs of one product in fp8: one quantises w in each call, one reads codes that an open block keeps."""
 
     __slots__ = ("programs",)
 
@@ -288,7 +288,7 @@ class Fp8ProductPlan(ProductPlan):
     ) -> Results | None:
         """Run ``fp8_training.product_gradients`` by a program, if rows stay in place or x is gathered, without weights.
 
-        None where that has to compute them.
+        None if ``fp8_training.product_gradients`` itself has to compute them.
         """
         form, M, key = self.form, sizes[0], (*needs, saved.kept is None)
         index = index if form.permute_x else None
@@ -327,7 +327,7 @@ def layer(
     into: torch.Tensor | None,
     plan: Fp8LayerPlan | None = None,
 ) -> torch.Tensor:
-    """The result [T, H] of a checked layer, whose weights are the caller's own. ``plan`` records it."""
+    """The result [T, H] of a checked layer on the caller's own weights. ``plan`` records the call."""
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, topk_weights, *parameters))
     with without_autocast(x.device.type):
         fp8 = _in_block(parameters, how, learns=learns)
@@ -347,7 +347,7 @@ def _in_block(parameters: Weights, how: Layer, *, learns: bool) -> tuple[Fp8Weig
 
 
 class Fp8LayerPlan(LayerPlan):
-    """One layer's programs in fp8, which quantise its weights each time but for those that a block keeps."""
+    """One layer's programs in fp8. They quantise its weights in each call, except those that an open block keeps."""
 
     __slots__ = ()
     masters = True
@@ -425,7 +425,7 @@ class Fp8LayerPlan(LayerPlan):
         routing: Routing,
         needs: tuple[bool, ...],
     ) -> Results | None:
-        """Run ``fp8_training.gradients`` by a program; None if that has to compute them."""
+        """Run ``fp8_training.gradients`` by a program; None if that function itself has to compute them."""
         T, M = dout.shape[0], routing.gather_indices.shape[0]
         if T * how.top_k != M or h.shape[0] != M or weights.shape[0] != T or (x is not None and x.shape[0] != T):
             return None
@@ -449,7 +449,7 @@ class Fp8LayerPlan(LayerPlan):
 
 
 def _tensors_of(kept: Sequence[ExpertWeights | None]) -> tuple[torch.Tensor | None, ...]:
-    """Codes and scales of kept weights; None for others."""
+    """Codes and scales of the weights that a block keeps; None for each other weight."""
     return tuple(tensor for w in kept for tensor in ((None, None) if w is None else (w.codes, w.scale)))
 
 

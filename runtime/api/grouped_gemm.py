@@ -1,7 +1,7 @@
 """``grouped_gemm``: a call like an earlier one runs its plan; any other call is checked, run, and stores a plan.
 
-Plans are in one table of the snapshot, by what decides of a call which kernels run and how: ``product_plan.py``
-compares the rest. Any other call is checked, cast for autocast, tuned if asked, then run with its gradient or without.
+Plans are in one table of the snapshot. A plan's key has all that selects kernels; ``product_plan.py`` compares the
+rest of a call. Any other call is checked, cast for autocast, tuned if asked, then run with or without its gradient.
 """
 
 from __future__ import annotations
@@ -93,15 +93,15 @@ def grouped_gemm(
         Or ``ExpertWeights`` of E matrices [N, K], quantised: they are frozen, and get no gradient.
     m_sizes
         [E] int32 or int64, contiguous: the rows of each expert, zero for none. Never read on the host:
-        a count below zero counts as zero, and nothing is read or written past row M.
+        a negative count is taken as zero, and nothing is read or written past row M.
     topk
-        Experts of each token; only the fused forms ask for it.
+        Experts of each token; only calls with ``gather_indices`` read it.
     permute_x, permute_y
         Whether x, and whether y, is in token order, as the table above has it. Each needs ``gather_indices``.
     gather_indices
         [M] int32 or int64: row i is slot g[i] % topk of token g[i] // topk. Each index once at most; rows whose
-        index is outside [0, T*topk) take no part (in a backward, dy, or x with ``permute_y``, has to be finite there).
-        They may pad an expert, so that M is more than T*topk. No index is read on the host, so none is checked.
+        index is outside [0, T*topk) take no part (in a backward, dy, or x with ``permute_y``, must be finite in them).
+        Such rows may pad an expert: M is then more than T*topk. Indices are not read on the host, and not checked.
         (Kernels read the low 32 bits of an int64 index: none below -2^31 or from 2^31 on may be passed.)
         T is x's rows with ``permute_x``, else those of topk_weights, else those of ``out``, else M, divided by topk.
     fuse_mul_post
@@ -109,14 +109,14 @@ def grouped_gemm(
     topk_weights
         [T, topk], multiplied in float32; with ``fuse_mul_post`` alone.
     kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW
-        A Config, or a Choice, that an open bundle has for this kind of problem: it runs instead of the best one.
-        Or what ``pretuned.aot.get_or_autotune_moe_kernels`` returned: ``is_first_gemm`` picks one of the two. With
-        ExpertWeights nothing else.
+        A Config or a Choice that an open bundle has for this kind of problem: it runs instead of the best one.
+        Or a result of ``pretuned.aot.get_or_autotune_moe_kernels``, of which ``is_first_gemm`` picks a GEMM's config.
+        With ExpertWeights only such a result is allowed.
     autotune
         Tune first where nothing was measured on this GPU. Needs the tuner that ``import pretuned.aot`` registers.
     is_first_gemm
-        Picks from a ``kernel_config`` for both GEMMs, and changes nothing else; False with ``permute_x`` is
-        refused, for the second GEMM's rows are sorted already.
+        Selects the config from a ``kernel_config`` for both GEMMs, and changes nothing else. False with ``permute_x``
+        is refused: the second GEMM's rows are sorted already.
     dX_only, dW_only
         Compute the gradient of x, or of w, alone.
     w_layout
@@ -125,18 +125,18 @@ def grouped_gemm(
         [E, N] in x's dtype.
     out
         [M, N] (or [T*topk, N]) to write y to, in x's dtype; its rows must be contiguous, and it has no gradient. It may
-        not be memory of another tensor of the call (columns of one matrix side by side are apart). Whether m_sizes'
-        is looked at where a plain call on CUDA is the first of its kind.
+        not overlap another tensor of the call; disjoint columns of one matrix are allowed. For a plain call on CUDA,
+        only the first call of its kind checks the overlap with m_sizes.
     zero_tail
         Whether rows of y past the sum of ``m_sizes``, and padding, are zeroed; otherwise they are left unwritten.
         Their dx is zero.
     lora
-        An adapter, whose product joins w's before the weights and beside the bias:
+        A LoRA adapter, added before the routing weights:
         y[to(i)] = t(i) * (x[from(i)] @ w[e].T + scale * (x[from(i)] @ A[e].T) @ B[e].T + bias[e]). Not with dX_only or
-        dW_only: what requires a gradient tells which are computed.
+        dW_only: gradients are computed for the tensors that require one.
     expected_rows
-        How many of the M rows (E*M_max of padded ones) experts will have, 0 to M: kernels, of gradients too, are chosen
-        for so many; for M if None. It changes no buffer, and with more or fewer rows the result is right.
+        A hint, 0 to M: how many of the M rows (E*M_max if padded) belong to experts. Kernels, also those of gradients,
+        are chosen for that many rows; for M if None. Buffers and results do not depend on it.
     m_starts
         [E] int32 or int64, contiguous: rows m_starts[e] to m_starts[e] + m_sizes[e] - 1 of x [M, K] and y [M, N] are
         expert e's, others are padding. No two experts may share a row, which is checked on the CPU alone.
@@ -233,7 +233,7 @@ def grouped_gemm(
     tracing = _tracing()
     if not tracing and _duals._current_level >= 0:
         tensors.no_tangents("grouped_gemm", x, w, topk_weights, bias, *(lora[:2] if isinstance(lora, Lora) else ()))
-    # Read it first: after a ``reload`` this call then stores its plan in the old snapshot, never in the new one.
+    # Read the snapshot first: if ``reload`` comes now, this call stores its plan in the old snapshot, not in the new.
     snapshot: Snapshot | None = None if tracing else (hooks.current() if hooks.blocks else hooks.snapshot)
     key: tuple[Any, ...] | None = None
     others: tuple[object, ...] | None = None
@@ -357,7 +357,7 @@ def _by_itself(
     form: dict[str, Any],
     fused: dict[str, Any],
 ) -> torch.Tensor:
-    """y of a call in fp8, or of padded rows: ``form`` are ``form_of``'s parameters, ``fused`` the others, by name."""
+    """y of a call in fp8, or on padded rows. ``form`` has ``form_of``'s arguments by name, ``fused`` the others."""
     is_padded = m_starts is not None or getattr(x, "ndim", 2) == 3
     if precision is None:
         from .padded import padded_gemm  # here, as few calls have padded rows
@@ -380,7 +380,7 @@ def _by_itself(
 
 
 def _expected(rows: int, M: int, gather_indices: torch.Tensor | None) -> int | None:
-    """Return the bucket of ``expected_rows``; an index may have more or fewer rows than x has slots."""
+    """Return the bucket of ``rows``, the caller's ``expected_rows``. The limit is M, or the length of the index."""
     return expected_bucket("grouped_gemm", rows, M if gather_indices is None else gather_indices.shape[0], "M")
 
 
@@ -396,8 +396,8 @@ def _run(
 ) -> torch.Tensor:
     """Return y of ``grouped_gemm`` on any device, differentiable if an input requires grad.
 
-    ``moves`` are the call's parameters that ``form`` has, ``fused`` its other tensors and numbers, by name. A plan of
-    the call, where there is one, is put into ``keep``.
+    ``moves`` has the call's arguments that are part of ``form``, ``fused`` its other arguments, by name. If the call
+    can have a plan, it is stored in ``keep``.
 
     Raises
     ------
@@ -451,7 +451,7 @@ def _run(
                 y, _ = new_plan.forward(
                     x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, sizes, out=out
                 )
-            if out is not None:  # a launch changes it unseen: whoever saved it for a gradient has to be told
+            if out is not None:  # autograd doesn't see the launch: count the write, in case ``out`` was saved
                 torch.autograd.graph.increment_version(out)
         elif out is not None:
             raise InputError(
@@ -476,7 +476,7 @@ def _adapted(
     out: torch.Tensor | None,
     keep: _Place | None,
 ) -> torch.Tensor:
-    """Return y of a checked call with an adapter; if the call can have a plan, it is put into ``keep``."""
+    """Return y of a checked call with an adapter; if the call can have a plan, it is stored in ``keep``."""
     from .lora import check_no_gradient, low_rank_of  # here, as it imports all of a layer
 
     adapter, fusions = low_rank_of(lora, x, call.m_sizes, call.N), call.fusions
@@ -492,7 +492,7 @@ def _adapted(
             y: torch.Tensor = low_rank.with_adapter(call, x, adapter, out)[0]
         else:
             y = new_plan.forward(x, call.w, call.m_sizes, weights, bias, index, sizes, adapter, out)[0]
-        if out is not None:  # a launch changes it unseen
+        if out is not None:  # autograd doesn't see the launch
             torch.autograd.graph.increment_version(out)
         _kept(keep, new_plan)
         return y
@@ -510,7 +510,7 @@ def _adapted(
 
 
 def _kept(place: _Place | None, new_plan: ProductPlan | None) -> None:
-    """Store a plan under its key, if there are both and the whole call was recorded."""
+    """Store a plan in its place, if neither is None and the whole call was recorded."""
     if place is not None and new_plan is not None and new_plan.program is not None:
         table, key, _ = place
         remember(table, key, new_plan)
@@ -519,7 +519,7 @@ def _kept(place: _Place | None, new_plan: ProductPlan | None) -> None:
 def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
     """Return the problems that a CUDA call and its gradients look up; quantised weights have no dW.
 
-    Where x may be quantised, too, both kinds of forward are among these: which one runs is told by their times.
+    If x may be quantised, the forwards with quantised x and with x as it is are both returned: their times decide.
     """
     from ...kernels.spec import code_of  # here, as only tuning needs it
 
@@ -530,7 +530,7 @@ def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
     forward |= Fusion.SCATTER if form.permute_y else Fusion.NONE
     forward |= Fusion.BIAS if fusions.bias is not None else Fusion.NONE
     dx = Fusion.SCATTER if form.permute_x else Fusion.NONE
-    dx |= Fusion.GATHER if form.permute_y and form.only_dx else Fusion.NONE  # else dW has dy gathered already
+    dx |= Fusion.GATHER if form.permute_y and form.only_dx else Fusion.NONE  # otherwise dy was gathered for dW before
     if fusions.weights is not None and (form.only_dx or not fusions.weights.requires_grad):
         dx |= Fusion.WEIGHT
     if not isinstance(call.w, torch.Tensor):

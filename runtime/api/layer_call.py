@@ -56,8 +56,8 @@ def run(
 ) -> torch.Tensor:
     """The result of ``moe_mlp``.
 
-    ``parameters`` are the weights and biases of both products, ``act`` the activation, and whether it has a gate, and
-    an interleaved one. A plan of the layer, where there is one, is put into ``snapshot``, under ``key``.
+    ``parameters`` are the weights and biases of both products; ``act`` is (activation, gated, interleaved). If the
+    layer can have a plan, it is stored in ``snapshot`` under ``key``.
 
     Raises
     ------
@@ -253,9 +253,9 @@ def _fused(
     key: object,
     coded: QuantizedRows | None,
 ) -> torch.Tensor:
-    """The layer as one function with its own gradient. ``plan`` records it; with adapters a plan under ``key`` does.
+    """The layer as one function with its own gradient. ``plan`` records it; with adapters, the plan of ``key`` does.
 
-    The result is written to ``into``, if it is given. If ``coded`` is given, x is only its stand-in.
+    The result is written to ``into``, if that is not None. With ``coded``, the layer reads these codes instead of x.
     """
     x, gate_up, gate_up_bias = check_call.autocast(x, parameters.gate_up, parameters.gate_up_bias)
     _, down, down_bias = check_call.autocast(x, parameters.down, parameters.down_bias)
@@ -295,7 +295,7 @@ def _in_fp8(
     into: torch.Tensor | None,
     plan: Any,
 ) -> torch.Tensor:
-    """Run a layer in fp8 on the caller's ``own`` weights, whose outlines were checked, by a ``Fp8LayerPlan``."""
+    """Check a layer on outlines of the caller's ``own`` weights, and run it in fp8; ``plan``, if any, records it."""
     from . import fp8
 
     routing = sort(ids, own[0].shape[0])
@@ -318,7 +318,7 @@ def _checked(
     *,
     copies: bool = True,
 ) -> torch.Tensor:
-    """x, with ``copies`` as rows that kernels can read; InputError if the two GEMMs can't run on these arguments."""
+    """Return x, copied with ``copies`` if kernels can't read its rows; InputError if the GEMMs can't run on these."""
     gate_up, down, gate_up_bias, down_bias = parameters
     index, m_sizes, *_ = routing
     with _product("gate_up"):
@@ -350,7 +350,7 @@ def _checked(
 
 @contextlib.contextmanager
 def _product(name: str) -> Iterator[None]:
-    """Have the errors of a product's check name the caller's own arguments in place of w and bias."""
+    """Have errors of a product's check name the caller's arguments instead of w and bias."""
     try:
         yield
     except InputError as error:
@@ -371,11 +371,11 @@ def _composed(
     lora: tuple[Lora | None, Lora | None] = (None, None),
     expected_rows: int | None = None,
 ) -> torch.Tensor:
-    """The layer out of calls that torch can trace."""
+    """Run the layer by calls that torch can trace."""
     T, k = topk_ids.shape
     function, gated, interleaved = how.act
     index, m_sizes, *_ = sort(topk_ids, gate_up_weight.shape[0])
-    # zero_tail: torch differentiates the activation of every row, and NaN would stop its anomaly mode.
+    # torch differentiates the activation of rows without an expert, too: NaN would stop torch's anomaly mode.
     zeroes = torch.is_grad_enabled()
     if (
         weights_on == "output" or gate_up_bias is None
@@ -414,7 +414,7 @@ def _composed(
         )
     h = activate(h, function, gated=gated, interleaved=interleaved)
     last = weights_on == "output"
-    # Without weights T follows from y's rows, which are the index's: T*k.
+    # Without topk_weights, ``grouped_gemm`` takes T from the rows of y, which has a row for each index: T*k.
     y = grouped_gemm(
         h,
         down_weight,

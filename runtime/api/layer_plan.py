@@ -45,7 +45,7 @@ stream_of = current_stream
 
 
 class LayerPlan(Programs):
-    """One layer's programs. With ``masters`` its weights may be of another dtype than hidden."""
+    """One layer's programs. With ``masters`` its weights may have another dtype than hidden."""
 
     masters = False
     __slots__ = ("E", "_behind", "_dense", "_low", "_lows", "_same", "_sizes", "_there", "how", "programs")
@@ -67,7 +67,7 @@ class LayerPlan(Programs):
             (how.top_k, hidden.shape[-1]),
             type(parameters) is Weights,
         )
-        self._there, self._behind = itemgetter(*there), behind  # where biases and adapters begin
+        self._there, self._behind = itemgetter(*there), behind  # ``behind``: where biases and adapters begin
         self.programs: dict[object, Program] = {}  # by whether h is kept
 
     def call(
@@ -82,9 +82,9 @@ class LayerPlan(Programs):
         out: torch.Tensor | None = None,
         lora: Any = None,
     ) -> torch.Tensor | None:
-        """The result of ``moe_mlp`` with these arguments; None, and nothing is done, if the plan does not serve them.
+        """The result of ``moe_mlp`` with these arguments. If the plan does not serve them, do nothing and return None.
 
-        ``lora`` are the adapters of both products (``Lora``), if there are any.
+        ``lora`` has the adapters of both products (``Lora``), or is None.
         """
         parameters: Any = (Weights if self._dense else FrozenWeights)(gate_up, down, gate_up_bias, down_bias)  # type: ignore[arg-type]
         x, adapters = hidden, NO_ADAPTERS
@@ -128,7 +128,7 @@ class LayerPlan(Programs):
         out: torch.Tensor | None = None,
         adapters: Adapters = NO_ADAPTERS,
     ) -> bool:
-        """True if the plan serves a call on these tensors: like its first call but for M, in one bucket."""
+        """True if the plan serves a call on these tensors: they may differ from the recorded call's in M alone."""
         inputs: Any = (hidden, ids, weights, *(parameters if self._dense else _operands(parameters)))
         some = self._there(inputs if adapters is NO_ADAPTERS else inputs + _low(adapters))
         biases = some[self._behind :]
@@ -165,7 +165,7 @@ class LayerPlan(Programs):
         into: torch.Tensor | None = None,
         adapters: Adapters = NO_ADAPTERS,
     ) -> layer.Forward:
-        """Run ``layer.forward`` without checks: ``takes``, or the checks of a first call, looked at the tensors."""
+        """Run ``layer.forward`` without checks: ``takes``, or a first call's checks, has accepted the tensors."""
         M = routing.gather_indices.numel()
         inputs: Any = (x, *(parameters if self._dense else _operands(parameters)), weights, *routing, into)
         if adapters is not NO_ADAPTERS:
@@ -197,7 +197,7 @@ class LayerPlan(Programs):
         adapters: Adapters = NO_ADAPTERS,
         narrow: Narrow = NOTHING_NARROW,
     ) -> Results | None:
-        """The gradients of ``layer.all_gradients``, by a program; None if that has to compute them."""
+        """The gradients of ``layer.all_gradients``, by a program; None if that function itself has to compute them."""
         T, M = dout.shape[0], routing.gather_indices.shape[0]
         if T * how.top_k != M or h.shape[0] != M or weights.shape[0] != T or (x is not None and x.shape[0] != T):
             return None
@@ -229,7 +229,7 @@ def plan_layer(
     adapters: Adapters = NO_ADAPTERS,
     kind: type[_Plan] = LayerPlan,  # type: ignore[assignment]
 ) -> _Plan | None:
-    """An empty plan for this layer, or None where the next one like it needs another look.
+    """An empty plan for this layer, or None if calls like it must be checked each time.
 
     The tensors are as the caller passed them; adapters are as the products take them.
     """
@@ -259,7 +259,7 @@ def plan_layer(
     )
     if any(tensor.data_ptr() & LOW for tensor in tensors[behind:]):
         return None
-    grad, loose = any(tensor.requires_grad for tensor in tensors), [0, 1, 2]  # a row a token
+    grad, loose = any(tensor.requires_grad for tensor in tensors), [0, 1, 2]  # of any length: a row for each token
     if out is not None:
         if not _takes_results(out, (hidden, weights, *tensors[behind:])):
             return None
@@ -283,12 +283,12 @@ def _low(adapters: Adapters) -> tuple[torch.Tensor | None, ...]:
 
 
 def _lows(parameters: Weights | FrozenWeights) -> list[int]:
-    """The low bits of the addresses of quantised weights' tensors: kernels were chosen for their alignment."""
+    """The low bits of the addresses of the weights' tensors: kernels were chosen for their alignment."""
     return [address_of(tensor) & LOW for tensor in _operands(parameters)[:-2]]
 
 
 def _operands(parameters: Weights | FrozenWeights) -> tuple[torch.Tensor | None, ...]:
-    """The tensors that kernels read of both matrices, and the biases; of dense weights those are ``parameters``."""
+    """The tensors of both weights that kernels read, then the biases; for dense weights these are ``parameters``."""
     return (
         *(tensor for w in parameters[:2] for tensor in ((None,) if w is None else operands_of(w).values())),
         *parameters[2:],

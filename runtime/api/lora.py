@@ -28,7 +28,7 @@ from .quantized_rows import refusal
 
 
 def low_rank_of(lora: Lora, x: torch.Tensor, m_sizes: torch.Tensor, N: int | None = None) -> LowRank:
-    """An adapter as a product of x [.., K] into N columns takes it; None for as many columns as it has.
+    """Return a checked adapter for a product of x [.., K] into N columns; if N is None, B's columns are not checked.
 
     Raises
     ------
@@ -50,10 +50,10 @@ def dropped(
     moves: Mapping[str, Any],
     rest: Mapping[str, Any],
 ) -> torch.Tensor:
-    """``product(x, w, m_sizes, **moves, **rest)`` and the part of an adapter with dropout: of another x, so beside it.
+    """Return ``product(x, w, m_sizes, **moves, **rest)`` plus the part of an adapter with dropout, computed apart.
 
-    ``product`` is ``grouped_gemm``; ``moves`` are its parameters that say where rows come from, go, and are weighted
-    with, ``rest`` those of the base product alone.
+    ``product`` is ``grouped_gemm``. ``moves`` has its arguments for the gather, the scatter and the routing weights, of
+    both parts; ``rest`` has the arguments of the base product alone.
 
     Raises
     ------
@@ -70,21 +70,21 @@ def dropped(
     index, topk, weights = moves["gather_indices"], moves["topk"], moves["topk_weights"]
     how = {name: moves[name] for name in ("permute_y", "fuse_mul_post", "zero_tail")}
     how["expected_rows"] = rest["expected_rows"]
-    how["zero_tail"] |= rest["out"] is not None  # whose rows past the last expert's stay as they are
+    how["zero_tail"] |= rest["out"] is not None  # rows of out past the last expert's must not change
     seen = torch.nn.functional.dropout(x, lora.dropout)
     if moves["permute_x"]:
         u = product(seen, A, m_sizes, topk, index, permute_x=True, expected_rows=how["expected_rows"])
-        # Rows that pad an expert are not written, and B's gradient multiplies them by zero: they have to be finite.
+        # Padding rows of u are not written. B's gradient multiplies them by zero, so they must be finite.
         u = u.masked_fill(((index < 0) | (index >= x.shape[0] * topk))[:, None], 0)
     else:
         u = product(seen, A, m_sizes, expected_rows=how["expected_rows"])
-    if how["permute_y"] and weights is None and y.shape[0] != u.shape[0]:  # weights tell how many rows y has
+    if how["permute_y"] and weights is None and y.shape[0] != u.shape[0]:  # T is taken from weights
         weights, how["fuse_mul_post"] = x.new_ones((y.shape[0] // topk, topk), dtype=torch.float32), True
     return y.add_(product(u * scale, B, m_sizes, topk, index, topk_weights=weights, is_first_gemm=False, **how))
 
 
 def check_no_gradient(*low: torch.Tensor) -> None:
-    """Raise InputError, of a call with ``out``, where A or B has one."""
+    """Raise InputError, for a call with ``out``, if A or B needs a gradient."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in low):
         raise InputError(
             "grouped_gemm: out with a lora that requires grad has no gradient. Leave out away, or use torch.no_grad()"
@@ -109,10 +109,10 @@ def adapted_layer(
     comes_again: bool,
     known_as: object = None,
 ) -> torch.Tensor:
-    """A whole layer with adapters of its products, as one function with its own gradient.
+    """A whole layer with adapters on its products, as one function with its own gradient.
 
-    If it ``comes_again`` (the weights are the caller's own tensors), it gets a plan (``layer_plan.py``), also under the
-    key ``known_as``.
+    With ``comes_again`` (the weights are the caller's own tensors) the call is recorded in a plan (``layer_plan.py``),
+    which is stored under its own key and under ``known_as``.
 
     Raises
     ------
@@ -170,7 +170,7 @@ def _kind(tensor: torch.Tensor | None) -> object:
 
 
 def _usable(x: torch.Tensor, m_sizes: torch.Tensor, lora: Lora) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [E, r, K] and B [E, N, r] as the products take them."""
+    """Return A [E, r, K] and B [E, N, r], checked, as the products take them."""
     if not isinstance(lora, Lora):
         tensors.bad("lora", f"a {type(lora).__name__}", "a pretuned.runtime.Lora(A, B, scale)")
     tensors.tensors(**{"x": x, "m_sizes": m_sizes, "lora.A": lora.A, "lora.B": lora.B})

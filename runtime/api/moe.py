@@ -66,7 +66,7 @@ def moe_mlp(
     gate_up_bias, down_bias
         [E, 2*I] and [E, H] in hidden's dtype, or None.
     weights_on
-        ``"output"``: the expert's result is weighted, as above. ``"input"``: what it reads is (Llama-4),
+        ``"output"``: the expert's result is weighted, as above. ``"input"``: the expert's input is weighted (Llama-4),
         act((weight[t, s] * hidden[t]) @ ...).
     w_layout
         ``"nk"``, or ``"kn"`` for weights with K before N, as above.
@@ -76,8 +76,8 @@ def moe_mlp(
     out
         Contiguous, in hidden's shape and dtype: written and returned, without a gradient. It may be hidden itself.
     expected_rows
-        How many of the T*k ids will be in [0, E), 0 to T*k, as with experts on other ranks: kernels, of gradients too,
-        are chosen for so many rows; for T*k if None. It changes no buffer, and with more or fewer the result is right.
+        A hint, 0 to T*k: how many of the T*k ids are in [0, E), as with experts on other ranks. Kernels, also those of
+        gradients, are chosen for that many rows; for T*k if None. It changes no buffer, and a wrong hint no result.
     precision
         "fp8" quantises the operands of both products and of their gradients, as ``grouped_gemm`` says. hidden is
         bfloat16, H and I are multiples of 128; with neither lora nor ``weights_on="input"``. None: hidden's precision.
@@ -89,14 +89,13 @@ def moe_mlp(
 
     Notes
     -----
-    An expert's result is rounded to hidden's dtype before it is weighted: in float16 one over 65504 is infinite. Where
-    torch traces the call, and with ``weights_on="input"``, the second product stores rows by an
-    index, weighted before they are rounded.
+    An expert's result is rounded to hidden's dtype before it is weighted: in float16 a value over 65504 is infinite. If
+    torch traces the call, or with ``weights_on="input"``, the second product scatters its rows, and weights them before
+    they are rounded.
 
-    Where nothing needs a gradient, silu(gate) * up of halves without a bias is computed in the first product's epilogue
-    if a bundle's times say that this is faster (``kernels/plans.py`` has the rule); then the product is
-    not rounded
-    in between. A call that needs a gradient, and any other activation, runs the product and a pass over its rows.
+    If nothing needs a gradient, silu(gate) * up of halves without a bias is computed in the first product's epilogue
+    if a bundle's times say that this is faster (``kernels/plans.py`` has the rule); then gate and up are not rounded.
+    A call that needs a gradient, or has another activation, runs the product, then a row kernel for the activation.
 
     Raises
     ------
@@ -106,11 +105,11 @@ def moe_mlp(
         for the reasons of ``grouped_gemm``.
     """
     if TYPE_CHECKING:
-        assert isinstance(hidden, torch.Tensor)  # others have no key, and ``run`` looks at them
+        assert isinstance(hidden, torch.Tensor)  # ``QuantizedRows`` have no key, and ``run`` checks them
     key: object = None
     snapshot = None
     if not _tracing():
-        # First: what is chosen before a ``reload`` is not kept in a table from after.
+        # Read the snapshot first: a choice from before a ``reload`` must not get into the table from after it.
         snapshot = hooks.current() if hooks.blocks else hooks.snapshot
         if _duals._current_level >= 0:
             low = [matrix for pair in adapters_given(lora) if isinstance(pair, Lora) for matrix in pair[:2]]
@@ -157,7 +156,7 @@ def moe_mlp(
             if result is not None:
                 return result
     if _tracing():
-        from .layer_call import run  # (which torch can trace)
+        from .layer_call import run  # imported here: only a call without a plan needs it
     else:
         run = _later()[1].run
     return run(
@@ -179,7 +178,7 @@ def moe_mlp(
 
 @functools.cache
 def _later() -> tuple[ModuleType, ModuleType]:
-    """The modules that only a layer without a plan needs, imported by the first."""
+    """The modules that only a layer without a plan needs, imported at its first call."""
     from ..dispatch import snapshot
     from . import layer_call
 

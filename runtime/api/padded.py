@@ -33,7 +33,7 @@ _tracing = torch.compiler.is_dynamo_compiling
 _written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
 
 
-# The arguments of ``grouped_gemm`` that padded rows exclude, by what they are if nobody passes them.
+# The arguments of ``grouped_gemm`` that padded rows exclude, with their defaults.
 EXCLUDED = {
     "topk": 1,
     "gather_indices": None,
@@ -65,7 +65,7 @@ def padded_gemm(
     only_dx: bool,
     only_dw: bool,
 ) -> torch.Tensor:
-    """The result of ``grouped_gemm``, which is ``product``, for padded rows.
+    """The result of ``grouped_gemm`` for padded rows. ``product`` is ``grouped_gemm`` itself.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def padded_gemm(
         return _of_codes(x, w, m_sizes, m_starts, w_layout, zero_tail, bias, out, expected_rows)
     if isinstance(lora, Lora) and lora.dropout:
         rest: dict[str, Any] = {"m_starts": m_starts, "expected_rows": expected_rows}
-        zeroed = {**rest, "zero_tail": bool(zero_tail or out is not None)}  # else what stands in out changes
+        zeroed = {**rest, "zero_tail": bool(zero_tail or out is not None)}  # padding rows of out must not change
         A, B, scale = low_rank_of(lora, x, m_sizes)
         whole = product(x, w, m_sizes, w_layout=w_layout, bias=bias, out=out, zero_tail=zero_tail, **rest)
         u = product(torch.nn.functional.dropout(x, lora.dropout), A, m_sizes, **zeroed)
@@ -161,7 +161,7 @@ def _of_codes(
     out: torch.Tensor | None,
     expected_rows: int | None,
 ) -> torch.Tensor:
-    """The product of rows that arrive as codes."""
+    """Run the product on x that arrives as codes."""
     (codes, scale), x = checked_codes(_CALL, "x", arriving, w, m_sizes, m_starts, bias), arriving.stand_in()
     moves: dict[str, Any] = {"topk": 1, "permute_x": False, "permute_y": False}
     form = form_of(w_layout=w_layout, zero_tail=zero_tail, **moves)
@@ -199,7 +199,7 @@ def checked_codes(
 ) -> QuantizedRows:
     """``quantized_rows.checked`` of padded rows; InputError for a call that torch traces, or a gradient.
 
-    ``others`` are what else the call reads.
+    ``others`` are the call's other tensors.
     """
     coded = checked(call, name, arriving, w)
     check_rows(call, name, arriving.stand_in(), m_sizes, m_starts)
@@ -218,7 +218,7 @@ def run_recorded(
 ) -> torch.Tensor:
     """Return y of ``compute``. If the call can be recorded, its plan is stored under ``key``.
 
-    ``inputs`` are the tensors of the call: x, m_sizes and m_starts first, out last. ``flat`` is x as rows.
+    ``inputs`` are the tensors of the call: x, m_sizes and m_starts first, out last. ``flat`` is x as [R, K].
     """
     x, m_sizes, m_starts, *_, out = inputs
     if x is None or m_sizes is None:
@@ -234,7 +234,7 @@ def run_recorded(
 
 
 def recorded(key: object, inputs: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """y [R, N], or out, by the plan that an earlier call like this left under ``key``; None where there is none."""
+    """y [R, N], or out, by the plan that an earlier call stored under ``key``; None if no plan serves this call."""
     snapshot = hooks.snapshot
     earlier: PaddedPlan | None = None if snapshot is None else snapshot.plans.get(key)
     if earlier is None:
@@ -253,7 +253,7 @@ def _again(
     out: torch.Tensor | None,
     lora: Lora | None,
 ) -> torch.Tensor | None:
-    """The call by its plan, before any check; None where the checks are to say what it is."""
+    """Run the call by its plan, without checks; None if there is no plan, or none that serves these tensors."""
     try:
         low: tuple[torch.Tensor | None, ...] = (None, None)
         if lora is not None:
@@ -288,7 +288,7 @@ def _key(
 
 
 def most_rows(x: torch.Tensor) -> str:
-    """The name of the number of rows, for messages."""
+    """The name of x's number of rows, for messages: M, or E*M_max."""
     return "M" if x.dim() == 2 else "E*M_max"
 
 
@@ -315,7 +315,7 @@ def check_rows(call: str, name: str, x: torch.Tensor, m_sizes: torch.Tensor, m_s
 
 
 def _check_apart(call: str, m_sizes: torch.Tensor, m_starts: torch.Tensor, M: int) -> None:
-    """Raise InputError for starts on the host whose experts share rows, or whose rows are not all in [0, M)."""
+    """Raise InputError for ``m_starts`` on the CPU if two experts share a row, or a row is not in [0, M)."""
     order = m_starts.argsort(stable=True).tolist()
     starts, counts = m_starts.tolist(), m_sizes.tolist()
     end, before = 0, None
@@ -352,7 +352,7 @@ def check_out(
 
 
 def named(name: str, w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | None]:
-    """The tensors of weights by what an error calls them."""
+    """The tensors of weights, by their names in error messages."""
     if isinstance(w, ExpertWeights):
         return {f"{name}.{part}": tensor for part, tensor in w.tensors().items()}
     return {name: w}
@@ -371,7 +371,7 @@ def _traced(
     lora: Lora | None,
     expected_rows: int | None,
 ) -> torch.Tensor:
-    """The call by the operator that gathers and scatters rows, which torch traces. Its padding is zero."""
+    """Run the call by the traceable operator that gathers and scatters rows. Padding rows of y are zero."""
     from .torch_library import traced
 
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -399,5 +399,5 @@ def _traced(
 
 
 def adapter(lora: Lora | None, x: torch.Tensor, m_sizes: torch.Tensor, N: int) -> LowRank | None:
-    """An adapter as a product into N columns takes it."""
+    """Return a checked adapter for a product into N columns; None if ``lora`` is None."""
     return None if lora is None else low_rank_of(lora, x, m_sizes, N)

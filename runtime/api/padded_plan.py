@@ -1,4 +1,4 @@
-"""Products and layers of padded rows that come again: their programs, for calls that differ in addresses alone."""
+"""Plans of repeated products and layers on padded rows: recorded programs, for calls that differ in addresses alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..driver.device import current_stream, device_is_current
 from ..launch.program import LOW, MOST_ROWS, EagerExecutor, Guard, Program, Programs, guard, replays
 from ..ops.padded_rows import Placed, place
 
-# y of x and out as rows, of the rows that are there
+# (x as [R, K], out as [R, N] or None, the experts' rows, executor) -> y
 Compute: TypeAlias = "Callable[[Any, torch.Tensor | None, Placed, EagerExecutor], torch.Tensor]"
 _written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
 _transformed = torch._C._are_functorch_transforms_active
@@ -22,7 +22,7 @@ stream_of = current_stream
 
 
 class PaddedPlan(Programs):
-    """The program of one call: x, m_sizes and m_starts first, out last, all else in between."""
+    """The program of one call, whose ``inputs`` are x, m_sizes, m_starts, the other tensors, and out last."""
 
     __slots__ = ("_in_place", "_lows", "_same", "_there", "program")
 
@@ -36,7 +36,7 @@ class PaddedPlan(Programs):
         self.program: Program | None = None
 
     def call(self, inputs: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """Return y [R, N] of tensors like the first call's; it may be ``out``. Return None for other tensors."""
+        """Return y [R, N], which may be ``out``, for tensors like the recorded call's; None for other tensors."""
         some = self._there(inputs)
         if not self._same(*some) or [tensor.data_ptr() & LOW for tensor in some] != self._lows:
             return None
@@ -54,7 +54,7 @@ class PaddedPlan(Programs):
             read = inputs[1:-1] if self._in_place else inputs[:-1]
             try:
                 check_tensors.check_apart(out, **{str(i): tensor for i, tensor in enumerate(read)})
-            except InputError:  # the checks will say which it shares memory with
+            except InputError:  # the checks will name the tensor that out overlaps
                 return None
         placed = placed_of(x, m_sizes, m_starts)
         y = self.program.run(placed.index.shape[0], stream_of(self._device), (*_flat(inputs), *placed))[0]
@@ -63,9 +63,9 @@ class PaddedPlan(Programs):
         return y
 
     def first(self, inputs: Sequence[torch.Tensor | None], placed: Placed, compute: Compute) -> torch.Tensor:
-        """y of the call that the plan was made for, which is recorded.
+        """Run and record the call that the plan is made for, and return its y.
 
-        ``compute`` reads x and writes out by the first tensors that it is given, which are these as [R, columns].
+        ``compute`` gets x and out as [R, columns], and must read and write these.
         """
         flat = _flat(inputs)
         results, self.program = self._recorded(
@@ -81,12 +81,12 @@ def _flat(inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, .
 
 
 def as_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """x or out as [R, columns], a view of one that is contiguous."""
+    """Return x or out as [R, columns]; a view if it is contiguous."""
     return tensor if tensor is None or tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
 
 
 def takes_rows(x: torch.Tensor, m_sizes: torch.Tensor | None, out: torch.Tensor | None) -> bool:
-    """True if the plan can read x [E, M_max, K] or [M, K] and write ``out``, which its guard can't check."""
+    """True if the plan can read x [E, M_max, K] or [M, K] and write ``out``. Checks what the plan's guard can't."""
     rows = x.shape[:-1]
     if not x.is_contiguous() or m_sizes is None or not 0 < rows.numel() < MOST_ROWS:
         return False
@@ -96,7 +96,7 @@ def takes_rows(x: torch.Tensor, m_sizes: torch.Tensor | None, out: torch.Tensor 
 
 
 def placed_of(x: torch.Tensor, m_sizes: torch.Tensor, m_starts: torch.Tensor | None) -> Placed:
-    """The rows of x [E, M_max, K], or [M, K] with starts, that are there."""
+    """The rows of x [E, M_max, K], or of x [M, K] with starts, that belong to experts."""
     return place(m_sizes, m_starts, x.shape[-2], x.shape[:-1].numel())
 
 

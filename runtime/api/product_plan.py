@@ -1,7 +1,8 @@
 """Plans of repeated products: a program recorded in one call runs later calls like it, without checks.
 
 A plan belongs to one w, one form and a bucket of rows, for which its kernels were chosen, whatever the number of rows.
-A call whose sorted rows are not all slots of its tokens, or whose rows lie apart in memory, has one of its own sizes.
+If a call's sorted rows are not exactly its tokens' slots, or its rows are not contiguous, its plan is for its sizes
+alone.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class ProductPlan(Programs):
         index: torch.Tensor | None,
         sizes: _Sizes,
     ) -> torch.Tensor:
-        """y of a call that needs a gradient."""
+        """Run a call that needs a gradient, with autograd, and return y."""
         y: torch.Tensor = self.autograd.apply(x, w, m_sizes, weights, bias, index, self.form, sizes, self)
         return y
 
@@ -184,7 +185,7 @@ class ProductPlan(Programs):
         adapter: LowRank | None = None,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``low_rank.with_adapter`` without checks: ``call``, or the checks of a first call, looked at the tensors."""
+        """Run ``low_rank.with_adapter`` without checks: ``call``, or a first call's checks, accepted the tensors."""
         inputs: Any = (x, w, m_sizes, weights, bias, index, out)
         if not self._dense:
             inputs = (x, *operands_of(w).values(), m_sizes, weights, bias, index, out)
@@ -211,9 +212,9 @@ class ProductPlan(Programs):
         index: torch.Tensor | None,
         sizes: _Sizes,
     ) -> Results | None:
-        """Return gradients of ``autograd.with_adapter`` by a program, if w is frozen and the call plain or x gathered.
+        """Return gradients of ``autograd.with_adapter`` by a program, for a frozen w and no fusion but the gather of x.
 
-        None if ``with_adapter`` must compute them itself.
+        Return None if ``with_adapter`` must compute them itself.
         """
         form, M = self.form, sizes[0]
         learns = (*needs, u is not None)
@@ -279,7 +280,7 @@ _INTO, _NEW = (7, 3, 1, 2), (8, 3, 1, 2)  # indices of y, m_sizes, x and w in th
 
 
 class PlainPlan(ProductPlan):
-    """A plan of x, dense w [E, N, K], m_sizes and perhaps out, of any number of rows, without a gradient."""
+    """A plan for x, dense w, m_sizes and perhaps out, without fusions or gradient, for any number of rows."""
 
     __slots__ = ("call",)
 
@@ -296,7 +297,7 @@ class PlainPlan(ProductPlan):
         return results
 
     def _new(self, single: SingleLaunch, w: torch.Tensor, m_sizes: torch.Tensor) -> Callable[..., torch.Tensor | None]:
-        """Return a fast ``call`` of one launch into a new y. The key has w's address, the guard x's stride."""
+        """A fast ``call`` for plans of one launch into a new y. The key compares w's address, the guard x's stride."""
         same, low, device, holds = self._same, self._low, self._device, self._condition()
         launch, allocate, w_at = single.run, empty, w.data_ptr()
         new: Any = single.new
@@ -336,7 +337,7 @@ class PlainPlan(ProductPlan):
                 or (y_at < w_end and w_at < end)
                 or (y_at < counts_at + counts_bytes and counts_at < end)
                 or (holds is not None and not holds())
-            ):  # (the checks will say which it shares memory with)
+            ):  # the checks will name the tensor that out overlaps
                 return None
             launch(M, stream_of(device), y_at, counts_at, x_at, w_at)
             _written(out)
@@ -345,7 +346,7 @@ class PlainPlan(ProductPlan):
         return again
 
     def _condition(self) -> Callable[[], bool] | None:
-        """Return a check of the conditions other than the tensors; None if none of them can change."""
+        """Return a check of the plan's conditions other than the tensors; None if no such condition can change."""
         alone, tf32, device = self._alone, self._tf32, self._device
         if alone and tf32 is None:
             return None
@@ -353,12 +354,12 @@ class PlainPlan(ProductPlan):
 
 
 def _as_single(tf32: bool) -> bool:
-    """True if float32 is still multiplied as when the plan was made (``tf32``), and autocast does not cast it."""
+    """True if torch still allows tf32 as when the plan was made (``tf32``), and autocast does not cast float32."""
     return tf32_allowed(_FLOAT32) is tf32 and not _casts("cuda")
 
 
 def _lows(w: _W) -> list[int]:
-    """The low bits of quantised weights' addresses: kernels were chosen for them. A tensor's are in the key."""
+    """The low bits of quantised weights' addresses, by which kernels were chosen. A tensor's address is in the key."""
     return [] if isinstance(w, torch.Tensor) else [address_of(tensor) & LOW for tensor in operands_of(w).values()]
 
 
@@ -377,7 +378,7 @@ def takes_any_rows(
 ) -> bool:
     """True if the plan of a call of M sorted rows is for all M of its bucket, False if it is for these sizes alone.
 
-    M has to be a multiple of ``slots``: of topk with permute_y, else of 1.
+    M must be a multiple of ``slots``, which is topk with permute_y, else 1.
     """
     return (
         M > 0
@@ -390,7 +391,7 @@ def takes_any_rows(
 
 
 def sizes_of(*operands: torch.Tensor | None) -> tuple[object, ...]:
-    """The sizes and strides of the operands: a part of the key of a plan that is for these alone."""
+    """The sizes and strides of the operands: part of the key of a plan for exactly these sizes."""
     return tuple([None if operand is None else (operand.shape, operand.stride()) for operand in operands])
 
 

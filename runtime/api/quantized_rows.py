@@ -1,4 +1,4 @@
-"""``grouped_gemm`` of x that arrives as codes: checked with a tensor in its place, and run without a gradient."""
+"""``grouped_gemm`` on x that arrives as codes. Checks use a tensor without values in place of x; no gradient."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(
     Raises
     ------
     InputError
-        for what can't be used, a gradient or an adapter that is asked for, and where no kernel reads x as codes.
+        for a tensor that can't be used, for a gradient or an adapter, and if no kernel reads x as codes.
     """
     (codes, scale), x = checked("grouped_gemm", "x", coded, w), coded.stand_in()
     if tensors.is_traced(x, codes, scale, m_sizes, gather_indices, topk_weights, bias):
@@ -54,5 +54,5 @@ def run(
 
 
 def refusal(call: str, name: str, what: str) -> InputError:
-    """The error of a call that QuantizedRows can't be part of."""
+    """The InputError of a call that has QuantizedRows as argument ``name``, and ``what``, which excludes them."""
     return InputError(f"{call}: {name} is QuantizedRows, and there is {what}: pass bfloat16 rows, or leave it out")

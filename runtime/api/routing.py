@@ -40,7 +40,7 @@ def sort_routing(topk_ids: torch.Tensor, E: int) -> Routing:
 
 
 def check_ids(topk_ids: torch.Tensor, call: str) -> None:
-    """Raise InputError for ids that are no whole numbers."""
+    """Raise InputError unless the dtype of ``topk_ids`` is an integer type."""
     dtype = topk_ids.dtype
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
         tensors.bad("topk_ids", f"{dtype}", "an integer type", call)

@@ -1,8 +1,7 @@
-"""``torch.ops.pretuned``: the call, with an adapter or without, and its gradient as operators for torch to trace.
+"""``torch.ops.pretuned``: operators for ``grouped_gemm``, with or without an adapter, and for its gradient.
 
-torch.compile and torch.export trace. This is imported only then: an eager call goes straight to the launcher, an
-operator costs it 7-12 us. In the operators of a call with an adapter w is a tensor, or there are the parts of quantised
-weights in its place.
+This module is imported when torch.compile or torch.export traces a call. Eager calls go straight to the launcher: an
+operator would cost them 7-12 us. The operators with an adapter take w as a tensor, or the parts of quantised weights.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _ARGUMENTS = (
     "Tensor m_sizes, Tensor? gather_indices, Tensor? topk_weights, Tensor? bias, int topk, "
     "bool permute_x, bool permute_y, bool fuse_mul_post, str w_layout"
 )
-_EXPECTED = "SymInt? expected_rows=None"  # last, so that programs exported before there was one still run
+_EXPECTED = "SymInt? expected_rows=None"  # last, so that programs that were exported without it still run
 _CALL = f"Tensor w, {_ARGUMENTS}"
-# Quantised weights by their parts, in the order of ``ExpertWeights``' fields.
+# The parts of quantised weights, in the order of ``ExpertWeights``' fields.
 _QUANTISED = f"str format, {_TENSORS}, {_ARGUMENTS}"
 
 _library: Any = torch.library.Library("pretuned", "DEF")  # type: ignore[no-untyped-call]
@@ -210,7 +209,7 @@ def _quantised_gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | Non
 
 
 def _with_lora(x: torch.Tensor, w: torch.Tensor | ExpertWeights, adapter: LowRank, *rest: Any) -> torch.Tensor:
-    """y by the _with_lora; ``rest`` are its arguments from m_sizes on."""
+    """y by ``torch.ops.pretuned.grouped_gemm_lora``; ``rest`` are the operator's arguments from m_sizes on."""
     parts: tuple[Any, ...] = (w, "", None, None, None, None, None)
     if isinstance(w, ExpertWeights):
         parts = (None, *_parts_of(w))
@@ -335,17 +334,17 @@ def _with_expected(arguments: tuple[Any, ...], many: int) -> tuple[tuple[Any, ..
 
 
 def _weights_of(*parts: Any) -> ExpertWeights:
-    """Quantised weights of ``_parts_of``."""
+    """The quantised weights with these parts: the inverse of ``_parts_of``."""
     return ExpertWeights(*parts)
 
 
 def _parts_of(w: ExpertWeights) -> tuple[Any, ...]:
-    """An operator's arguments of quantised weights. The derived scales are a part of the graph: made of the scales."""
+    """An operator's arguments for quantised weights. Derived scales are computed in the graph, from the scales."""
     return w.format, w.codes, w.scale, w.zero, w.global_scale, w.derived_now()
 
 
 def _no_second(_ctx: Any, *_: Any) -> None:
-    """The gradient of an operator that is a gradient: there is none."""
+    """Raise RuntimeError: the operator of a gradient has no gradient of its own."""
     raise RuntimeError("pretuned: a gradient of grouped_gemm has no gradient itself: it can't be differentiated again")
 
 

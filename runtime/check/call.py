@@ -30,7 +30,7 @@ _MOST_INDEX = 2**31 - 1
 class Form(NamedTuple):
     """The non-tensor arguments of a call: how rows move, which gradients and kernels are wanted.
 
-    ``bucket`` is the bucket of ``expected_rows``, for which kernels are chosen; None: the bucket of all rows.
+    ``bucket`` is the bucket of ``expected_rows``, for which kernels are chosen; None means the bucket of M.
     """
 
     layout: Layout = Layout.NK
@@ -63,7 +63,7 @@ class Form(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """True if rows stay where they are."""
+        """True if the call neither gathers rows of x nor scatters rows of y."""
         return not (self.permute_x or self.permute_y)
 
 
@@ -95,7 +95,7 @@ def form_of(
     Raises
     ------
     InputError
-        if they exclude each other.
+        for parameters that exclude each other.
     """
     moves = w_layout, topk, permute_x, permute_y, zero_tail, is_first_gemm, dX_only, dW_only, autotune
     pins = kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW
@@ -157,12 +157,12 @@ def _form(
 
 
 def expected_bucket(call: str, expected_rows: object, most: int, what: str) -> int | None:
-    """The bucket of ``expected_rows``; None for None, and for numbers that are traced.
+    """The bucket of ``expected_rows``; None if that is None, or a traced number.
 
     Raises
     ------
     InputError
-        unless it is an int from 0 to ``most``; ``what`` names that limit in the message.
+        unless ``expected_rows`` is None or an int from 0 to ``most``, a limit that the message calls ``what``.
     """
     check_expected(call, expected_rows, f"0 to {what}={most}")
     if not isinstance(expected_rows, int) or not isinstance(most, int):
@@ -173,7 +173,7 @@ def expected_bucket(call: str, expected_rows: object, most: int, what: str) -> i
 
 
 def check_expected(call: str, expected_rows: object, numbers: str) -> None:
-    """Raise InputError for what is no number of rows, nor None."""
+    """Raise InputError unless ``expected_rows`` is a number of rows or None."""
     if expected_rows is None or (
         isinstance(expected_rows, (int, torch.SymInt)) and not isinstance(expected_rows, bool)
     ):
@@ -198,7 +198,7 @@ def check_fusions(
     Raises
     ------
     InputError
-        saying which doesn't fit, and why.
+        for a tensor that doesn't fit the call; the message names it, and says why.
     """
     device = m_sizes.device
     tensors_or_none(gather_indices=gather_indices, topk_weights=topk_weights, bias=bias)
@@ -244,7 +244,7 @@ def token_rows(form: Form, given_rows: int, fusions: Fusions, out_rows: int | No
     Raises
     ------
     InputError
-        where x, gather_indices, topk_weights and out don't fit each other.
+        if x, gather_indices, topk_weights and out don't fit each other.
     """
     index, weights = fusions.index, fusions.weights
     if index is None:
@@ -271,7 +271,7 @@ def token_rows(form: Form, given_rows: int, fusions: Fusions, out_rows: int | No
             )
     if weights is not None and weights.shape[0] != T:
         bad("topk_weights", f"of shape {list(weights.shape)}", f"[T, topk] with T={T}, x's rows")
-    if isinstance(T, int) and T * form.topk > _MOST_INDEX:  # a traced T may be no number yet: then it is not limited
+    if isinstance(T, int) and T * form.topk > _MOST_INDEX:  # a symbolic T of a traced call is not limited
         bad("gather_indices", f"indices up to {T * form.topk}", f"at most {_MOST_INDEX}: split the call")
     return M, (T * form.topk if form.permute_y else M)
 
@@ -286,9 +286,9 @@ def _refuse(text: str) -> NoReturn:
 
 
 class Call(NamedTuple):
-    """A checked call: ``M`` sorted rows, and the rows of x and y; w is 3-D.
+    """A checked call: its tensors, ``M`` (the sorted rows), and the rows of x and y; w is 3-D.
 
-    In a backward in fp8 w is an outline, and ``of_dx`` has the weights.
+    In a backward in fp8 w is an ``outline`` (a tensor without values), and ``of_dx`` has the weights.
     """
 
     form: Form
@@ -302,7 +302,7 @@ class Call(NamedTuple):
 
     @property
     def x_divisor(self) -> int:
-        """``Rows.gather_divisor`` of this call."""
+        """``Rows.gather_divisor`` for this call: the index of a row of x is index // divisor."""
         return self.form.topk if self.form.permute_x else 0
 
     @property
@@ -323,17 +323,17 @@ class Call(NamedTuple):
         return self.w.shape[2 if self.form.layout is Layout.NK else 1]
 
     def flat_weights(self, like: torch.Tensor) -> torch.Tensor | None:
-        """Return the routing weights like ``flat``; None if there are none."""
+        """Return the routing weights flattened, as ``flat`` does; None if the call has none."""
         return None if self.fusions.weights is None else flat(self.fusions.weights, wide_of(like))
 
 
 def wide_of(like: torch.Tensor) -> torch.dtype:
-    """The dtype in which routing weights are multiplied: float64 with a float64 tensor, else float32."""
+    """The dtype in which routing weights are multiplied: float64 if ``like`` is float64, else float32."""
     return torch.float64 if like.dtype is torch.float64 else torch.float32
 
 
 def flat(weights: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    """Return the routing weights by flat index, in this dtype."""
+    """Return the routing weights [T, topk] as [T*topk], indexed by token*topk + slot, in the dtype ``wide``."""
     return weights.detach().to(wide).reshape(-1).contiguous()
 
 
@@ -351,7 +351,7 @@ def check(
     *,
     copies: bool = True,
 ) -> tuple[Call, torch.Tensor]:
-    """Return the checked call and x, which is copied if its rows are unusable, but not without ``copies``."""
+    """Return the checked call, and x. If kernels can't read its rows, x is copied with ``copies``, else refused."""
     layout = form.layout.value
     rows = tensors.check(x, w, m_sizes, layout, copies=copies)
     call = fit(
@@ -407,7 +407,10 @@ def fit(
 
 
 def autocast(x: torch.Tensor, w: _W, bias: torch.Tensor | None) -> tuple[torch.Tensor, _W, torch.Tensor | None]:
-    """In a torch.autocast region, x, w and bias in its dtype if any of them is float32; quantised weights stay."""
+    """Return x, w and bias, cast as torch.autocast does if its region is open and one of them is float32.
+
+    Quantised weights are not cast.
+    """
     kind = x.device.type
     if not casts(kind):
         return x, w, bias
@@ -418,7 +421,7 @@ def autocast(x: torch.Tensor, w: _W, bias: torch.Tensor | None) -> tuple[torch.T
 
 
 def casts(kind: str) -> bool:
-    """True in a torch.autocast region for this kind of device."""
+    """True in a torch.autocast region for devices of this ``kind``, such as ``cuda``."""
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
@@ -434,9 +437,10 @@ class LowPart(NamedTuple):
 
 
 class Starts(NamedTuple):
-    """Where the rows of each expert begin: at ``first`` int32 or int64 [E], without it at e * ``room``, the most rows.
+    """The first row of each expert e: ``first[e]``, int32 or int64 [E], or e * ``room`` if ``first`` is None.
 
-    ``packs``: rows of y are sorted without padding, as ``Rows.bounds`` says; else they are where x's are.
+    ``room`` is the most rows of an expert. With ``packs`` rows of y are sorted without padding, as ``Rows.bounds``
+    says; else each row of y is where its row of x is.
     """
 
     first: torch.Tensor | None
@@ -460,16 +464,16 @@ class Rows:
     ``w`` is 3-D in ``layout``; ``M`` counts the sorted rows. from(m) = index[m] // ``gather_divisor`` (m where that
     is 0), to(m) = index[m] with ``scatter``; ``row_weights`` float32 by index, ``bias`` [E, columns of y].
     ``zero_tail`` zeroes the rows of y that nothing is stored to.
-    ``bounds`` (``routing.Routing``) may be given where every index has its row, also in x; ``loose`` says that rows of
-    y whose index has none may hold anything. ``low`` is added by ``products.with_low_part`` alone. ``expected`` is the
-    bucket of rows that a kernel is chosen for, if it is not M's; memory and grids are of M rows. With ``x_scale``
-    [rows of x, groups], or [E, rows of x / E, groups], x is e4m3 codes, and row x[r, k] * x_scale[r, group of k].
-    With ``starts`` row m of x lies where its expert's rows begin; y has it at m, or packed.
+    ``bounds`` (``routing.Routing``) may be set if every index is in range, also for x; ``loose`` says that rows of y
+    that no index names may hold anything. Only ``products.with_low_part`` adds ``low``. ``expected`` is the bucket of
+    rows that a kernel is chosen for, if it is not M's; memory and grids are for M rows. With ``x_scale``
+    [rows of x, groups], or [E, rows of x / E, groups], x is e4m3 codes: x[r, k] means x[r, k] * x_scale[r, group of k].
+    With ``starts`` an expert's rows of x begin where ``Starts`` says, and ``packs`` says where rows of y are.
 
-    From these follow ``sizes`` (E, and N and K of w), ``columns`` and ``dtype`` of y, ``bucket`` (of rows, that the
-    kernel is chosen for), ``spread`` (how many times the expected rows there may be, in buckets; 1 for fewer, or where
-    nothing is expected), ``fusion`` (the kernel's flags), and ``uses_index``: whether the kernel reads ``index``.
-    Nothing is assigned to a product later: ``_replace`` makes another.
+    Derived attributes: ``sizes`` (E, and N and K of w), ``columns`` and ``dtype`` of y, ``bucket`` (of rows, that the
+    kernel is chosen for), ``spread`` (M's bucket over the expected one, at least 1; 1 without ``expected``), ``fusion``
+    (the kernel's flags), and ``uses_index``: whether the kernel reads ``index``.
+    Nothing is assigned later: ``_replace`` returns a changed copy.
     """
 
     _FIELDS = (
@@ -547,16 +551,16 @@ class Rows:
         return self.w
 
     def index_end(self, y_rows: int) -> int:
-        """Return the first index that is past the end of a tensor here."""
+        """Return the first value of ``index`` that is past the end of x, of y [``y_rows``, N], or of the weights."""
         ends = [self.x.shape[0] * self.gather_divisor] if self.gather_divisor else []
         ends += [y_rows] if self.scatter else []
         ends += [self.row_weights.numel()] if self.row_weights is not None else []
         return min(ends, default=0)
 
     def stores_nothing(self, y: torch.Tensor) -> bool:
-        """True if the call writes no row of y: nothing must be launched then.
+        """True if the call writes no row of y: then no kernel may be launched.
 
-        Without rows of x or routing weights no index is in range, but a kernel would still read a row of x.
+        If x or the routing weights have no rows, no index is in range, but a kernel would still read a row of x.
         """
         there = self.M and y.numel() and self.w.shape[0]
         return not there or (self.uses_index and not self.index_end(y.shape[0]))
@@ -569,7 +573,7 @@ class Rows:
     def may_gather_first(self, aligned: bool) -> bool:
         """True if gathering x first and then a plain product give an equal result; a bundle's plan chooses.
 
-        If nothing else reads the index, that way also writes rows whose index is out of range.
+        If only the gather reads the index, gathering first also writes rows of y whose index is out of range.
         """
         pinned = self.pin is not None and isinstance(
             self.w, torch.Tensor

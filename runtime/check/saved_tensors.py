@@ -1,7 +1,7 @@
-"""Checks tensors that a backward gets back: hooks on saved tensors may return others than the forward saved.
+"""Checks the saved tensors of a backward: hooks may return other tensors than the forward saved.
 
 ``torch.autograd.graph.saved_tensors_hooks`` lets anyone offload, compress or replace what a forward saves. A kernel
-reads addresses, so another dtype or shape would be read as other numbers, and past a tensor's end.
+reads addresses, so with another dtype or shape it would read wrong numbers, or past a tensor's end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def kinds_of(tensors: Sequence[torch.Tensor | None]) -> Kinds:
 def as_kept(call: str, names: str, tensors: Sequence[torch.Tensor | None], kinds: Kinds) -> list[torch.Tensor | None]:
     """Saved tensors as kernels read them. InputError if a hook changed a tensor's dtype, shape or device.
 
-    While a graph is traced there are no hooks, and nothing is compared.
+    While torch traces a graph, no hooks run, and nothing is compared.
     """
     if any(tensor is not None and type(tensor) not in PLAIN for tensor in tensors):
         return list(tensors)
@@ -50,9 +50,9 @@ def as_kept(call: str, names: str, tensors: Sequence[torch.Tensor | None], kinds
 
 
 class Frozen(NamedTuple):
-    """Quantised weights that a forward keeps, and how often their codes and scales were written before it.
+    """Quantised weights that a forward saves, and how often their codes and scales had been written by then.
 
-    torch compares versions of the tensors that a function saves; weights are no tensor.
+    torch compares versions of the tensors that a function saves; ``ExpertWeights`` is not a tensor.
     """
 
     weights: ExpertWeights
@@ -64,12 +64,12 @@ class Frozen(NamedTuple):
         return cls(w, _writes(w))
 
     def unchanged(self) -> ExpertWeights:
-        """The weights.
+        """Return the weights.
 
         Raises
         ------
         InputError
-            where codes or scales were written since: gradients would be those of other weights.
+            if codes or scales were written since the forward: the gradients would be of other weights.
         """
         if _writes(self.weights) != self.writes:
             raise InputError(
@@ -81,7 +81,7 @@ class Frozen(NamedTuple):
 
 
 def _writes(w: ExpertWeights) -> int:
-    """How often codes and scales were written; torch does not count that of inference tensors."""
+    """The number of writes to codes and scales; torch counts no writes to inference tensors."""
     return sum(0 if tensor.is_inference() else tensor._version for tensor in (w.codes, w.scale))
 
 

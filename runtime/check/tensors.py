@@ -27,7 +27,7 @@ jit_state = torch._C._get_tracing_state  # the state of torch.jit.trace, None ou
 
 
 class RowGemm(NamedTuple):
-    """A checked call y[g] = x[g] @ w[g].T. ``w`` is a 3-D view of what was given."""
+    """A checked call y[g] = x[g] @ w[g].T. ``w`` is a 3-D view of the caller's w."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -42,7 +42,7 @@ class RowGemm(NamedTuple):
 def check(
     x: torch.Tensor, w: torch.Tensor | ExpertWeights, m_sizes: torch.Tensor, w_layout: str, *, copies: bool = True
 ) -> RowGemm:
-    """Check the tensors and return the call's numbers. With ``copies`` x with strided rows is copied; w never is.
+    """Check the tensors and return the call in numbers. With ``copies``, an x with strided rows is copied; w never is.
 
     Quantised weights are checked, and returned, as their ``outline``.
 
@@ -65,7 +65,7 @@ def check(
     N = w.shape[1] if layout is Layout.NK else w.shape[2]
     _check_agreement(x, w, m_sizes, E, K, layout)
     for letter, value in (("M", M), ("N", N), ("K", K), ("E", E)):
-        if isinstance(value, int) and value > _MOST:  # a traced size is checked once it is known
+        if isinstance(value, int) and value > _MOST:  # a symbolic size is checked when the traced call runs
             bad("x" if letter in "MK" else "w", f"{letter}={value}", f"at most {_MOST}: split the call")
     if E > 1 and m_sizes.stride(0) != 1:
         bad("m_sizes", f"of stride {m_sizes.stride(0)}", "contiguous: pass m_sizes.contiguous()")
@@ -88,7 +88,7 @@ def is_quantised(w: object) -> bool:
 
 
 def outline(w: torch.Tensor | ExpertWeights, x: torch.Tensor, w_layout: str) -> torch.Tensor:
-    """Return a tensor for the checks: w, or for quantised weights one of their shape in x's dtype, without values."""
+    """Return a tensor for the checks: w, or for quantised weights one without values, of w's shape and x's dtype."""
     if isinstance(w, torch.Tensor) or not is_quantised(w):
         return w  # type: ignore[return-value]  # (what is neither is refused by the caller)
     tensors(x=x)
@@ -98,7 +98,7 @@ def outline(w: torch.Tensor | ExpertWeights, x: torch.Tensor, w_layout: str) -> 
 
 
 def tensors(call: str = "grouped_gemm", /, **arguments: object) -> None:
-    """Raise InputError for values that are no tensors."""
+    """Raise InputError for an argument that is not a tensor."""
     for name, value in arguments.items():
         if not isinstance(value, torch.Tensor):
             bad(name, f"a {type(value).__name__}", "a torch.Tensor", call)
@@ -117,7 +117,7 @@ def in_memory(name: str, tensor: torch.Tensor, call: str = "grouped_gemm") -> to
     return copy
 
 
-# A torch that names the level otherwise reports none: then each call inspects its tensors.
+# If this torch has no such attribute, take the level as 0: then each call inspects its tensors for tangents.
 duals = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=0)
 
 
@@ -145,12 +145,12 @@ def is_traced(x: torch.Tensor, *others: torch.Tensor | ExpertWeights | None) -> 
 
 
 def tensors_or_none(call: str = "grouped_gemm", /, **arguments: object) -> None:
-    """Raise InputError for what is neither a tensor nor left out."""
+    """Raise InputError for an argument that is neither a tensor nor None."""
     tensors(call, **{name: value for name, value in arguments.items() if value is not None})
 
 
 def check_sizes(m_sizes: torch.Tensor) -> None:
-    """Raise InputError for what are no experts' counts."""
+    """Raise InputError unless ``m_sizes`` is int32 or int64 [E]."""
     if m_sizes.dim() != 1:
         bad("m_sizes", f"of shape {list(m_sizes.shape)}", "[E], one count of rows for each expert")
     if m_sizes.dtype not in (torch.int32, torch.int64):
@@ -256,7 +256,7 @@ def _check_agreement(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor, E:
 
 
 def check_dtype(name: str, tensor: torch.Tensor, call: str) -> None:
-    """Raise InputError for a dtype that no product has: float64 only the CPU's."""
+    """Raise InputError for a dtype that no product supports; float64 is supported on the CPU only."""
     if tensor.dtype not in DTYPES and tensor.dtype is not torch.float64:
         bad(
             name,

@@ -1,6 +1,6 @@
-"""The last resort where no bundle can run a call: code compiled now, if the user allows it (``hooks.allow_jit``).
+"""The last resort if no bundle can run a call: code compiled now, if the user allows it (``hooks.allow_jit``).
 
-The runtime holds no compiler: ``pretuned.aot`` registers one when it is imported, as it does its tuner.
+The runtime has no compiler: ``pretuned.aot`` registers one when it is imported, as it registers its tuner.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .. import hooks
 from ..settings import lock
 
 _log = logging.getLogger(__name__)
-# By what one compilation serves; a failure is kept as its reason, so that it is not tried again.
+# By the kind of problem: the compiled bundle, or why compiling failed, so that it is not tried again.
 _made: dict[_Kind, BundleFile | str] = {}
 
 _Kind = tuple[Op, DType, Layout, Fusion, bool, int]
@@ -28,7 +28,7 @@ def would_compile(problem: Problem, local: LocalGpu) -> bool:
 
 
 def compiled(problem: Problem, local: LocalGpu) -> BundleFile | str:
-    """The compiled bundle for problems of this kind, compiled now if it was not yet; or why there is none."""
+    """The compiled bundle for problems of this kind, compiled now if necessary; or why there is none."""
     kind = _kind(problem, local)
     with lock("compiling"):
         result = _made.get(kind)
@@ -38,7 +38,7 @@ def compiled(problem: Problem, local: LocalGpu) -> BundleFile | str:
 
 
 def forget() -> None:
-    """Forget what was compiled; what is in use stays open."""
+    """Forget all compiled bundles; bundles in use stay open."""
     with lock("compiling"):
         _made.clear()
 

@@ -1,32 +1,32 @@
 """Which variant runs: a problem, its rows and a GPU in, one decision out.
 
-The same bundles and the same GPU give the same decision in every process. Nothing here synchronises with the GPU or
-tunes; nothing is compiled but after ``allow_jit``.
+Equal bundles and equal GPUs give equal decisions in every process. Nothing here synchronises with the GPU or tunes, and
+code is compiled only after ``allow_jit``.
 
 A candidate ranks by, in this order:
 
 1. whether it is of this capability: code built for a binary-compatible one, or compiled by this process, comes after;
-2. whether it was chosen for this bucket or one of its neighbours, half or twice the rows, and if not how far from it:
-   what was measured for a few rows says nothing of many;
+2. whether it was chosen for this bucket or one of its neighbours (half or twice the rows), and if not, how far from it:
+   a time for few rows says nothing about many;
 3. ``Origin``: measured on this very GPU, measured on its capability, modelled for its capability,
    built for a binary-compatible one, compiled by this process because nothing else could run;
-4. ``Match``: this problem and bucket, this problem at the nearest bucket, the cost model over the
-   variants that are there, blended with what was measured around this problem and bucket (``neighbours.py``);
-5. if on another GPU of its capability, how like this one that is, by SM count and memory;
-6. the place of its bundle, in the order in which places are asked, and in one bundle the order of its GPUs.
+4. ``Match``: a choice for this problem and bucket, a choice for this problem at the nearest bucket, the cost model over
+   all variants, blended with the times measured around this problem and bucket (``neighbours.py``);
+5. if measured on another GPU of this capability, how similar that GPU is, by SM count and memory;
+6. the position of its bundle in the bundle search path, and in one bundle the order of its GPUs.
 
-So a bundle that PRETUNED_BUNDLES names and that is modelled does not hide what an installed package has measured.
+So a modelled choice in a bundle of PRETUNED_BUNDLES does not hide a measured choice of an installed package.
 
-Where no bundle can run a call, the candidates that ship do (``Snapshot.reserve``), in the cost model's order: of them
-what a build would not leave out.
+If no bundle can run a call, the shipped candidates do (``Snapshot.reserve``), in the cost model's order, except those
+that a build would reject.
 
 In the batch-invariant mode (``Snapshot.invariance``) only variants of one order of sums are candidates for a problem,
-in whatever form: ``order_of``. Its choices and runners-up rank as above; where none for this bucket or a neighbour has
-the order, it is as if no bundle had the problem. torch runs nothing.
+whatever its fusions (``order_of``). Choices and runners-up rank as above. If none for this bucket or a neighbour has
+the order, the cost model chooses, as if no bundle had the problem. torch runs nothing.
 
-A bundle that was held against what ran before (``Producer.held_against``), or that took over what other bundles have
-measured, has a say in the problems and buckets of its measured choices alone: there it names nothing slower, of others
-it knows nothing. What it has modelled is chosen anew among all variants, for this very GPU, as it would be without it.
+If a build compared its bundle with other bundles (``Producer.held_against``), or merged their measured choices, only
+the bundle's measured choices count, for their own problems and buckets: there none is slower than the others' choices.
+Its modelled choices are ignored: the cost model chooses anew among all variants, for this very GPU.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _HALVES = (DType.BF16, DType.FP16)
-_NEAR = 1  # doublings of the rows
-MOST_IDLE = 2048  # programs without a tile: each costs 1 ns or more, as one of a row kernel on an H200
+_NEAR = 1  # distance to a neighbouring bucket, in doublings of the rows
+MOST_IDLE = 2048  # programs without a tile: each costs 1 ns or more, measured for row kernels on an H200
 _SMALL = 64  # N and K that every kernel supports
 
 
@@ -102,9 +102,10 @@ class Match(enum.IntEnum):
 class Candidate(NamedTuple):
     """A variant that can run the call. ``time_us`` was measured or modelled, as ``source`` says, at ``bucket``.
 
-    ``gpu`` is the GPU of the measurement. ``near`` is the estimate from measured cells around, if it decided the rank.
-    ``torch_us`` is torch's time, if torch's grouped_mm was measured faster on this very GPU: torch then runs a plain
-    product into new memory. ``plan`` says what runs in its place for which calls, if its choice is for this very cell.
+    ``gpu`` is the GPU of the measurement. ``near`` is the estimate from measured cells around this one, if it decided
+    the rank. ``torch_us`` is the time of torch's grouped_mm, if it was measured faster on this very GPU: torch then
+    runs plain products without ``out``. ``plan`` names the variants that run special calls instead of this one, if the
+    choice is for this very cell.
     """
 
     usable: Usable
@@ -127,12 +128,12 @@ class Candidate(NamedTuple):
 
     @property
     def by_torch(self) -> str:
-        """The reason why torch runs the call, in words."""
+        """The reason why torch runs the call, for messages."""
         return f"torch's grouped_mm, measured faster: {self.torch_us:.1f} us against {self.time_us:.1f} us"
 
 
 class Decision(NamedTuple):
-    """The variant that runs a problem at a bucket of rows, and why it. (``explain`` also tells the next best.)"""
+    """The variant that runs a problem at a bucket of rows, and why. (``explain`` also reports the next best.)"""
 
     problem: Problem
     bucket: int
@@ -142,7 +143,7 @@ class Decision(NamedTuple):
 
 
 class Miss(NamedTuple):
-    """No bundle can run the problem here: torch does. ``reason`` says why and what to do."""
+    """The decision that no bundle can run the problem here, so that torch does. ``reason`` says why and what to do."""
 
     problem: Problem
     bucket: int
@@ -160,10 +161,10 @@ def decide(
     strict: bool = False,
     persistent: bool = False,
 ) -> Decision | Miss:
-    """The variant for M rows of ``problem`` on ``local``; remembered for M's bucket in the snapshot.
+    """The variant for M rows of ``problem`` on the GPU ``local``; the snapshot caches it for M's bucket.
 
-    ``aligned`` says whether every pointer, row stride and row length is a multiple of 16 bytes; ``persistent`` that the
-    variant is not to have a program for each tile.
+    ``aligned`` says whether every pointer, row stride and row length is a multiple of 16 bytes. With ``persistent`` the
+    variant must not have a program for each tile.
 
     Raises
     ------
@@ -178,16 +179,16 @@ def decide(
     if cached is None:
         decided = settle(
             snapshot, problem, bucket, local, aligned, strict, persistent
-        )  # without a lock: it may import packages
+        )  # without holding a lock: this may import packages
         if isinstance(decided, Miss) and hooks.jit_allowed() and not persistent:
-            from ..driver import device  # here, so that choosing needs no torch
+            from ..driver import device  # imported here: other decisions need no torch
 
             if device.capturing():
-                return decided  # for now: the next call outside compiles
+                return decided  # not cached: the next call outside a graph capture compiles
             decided = _compiled(snapshot, decided, local, strict)
         with lock("decisions"):
             cached = snapshot.decisions.setdefault(key, decided)
-        if cached is decided and not (persistent and isinstance(decided, Miss)):  # then any other variant runs
+        if cached is decided and not (persistent and isinstance(decided, Miss)):  # then any variant
             _tell(snapshot, decided, local)
     return cached
 
@@ -201,17 +202,17 @@ def settle(
     strict: bool,
     persistent: bool = False,
 ) -> Decision | Miss:
-    """Decide like ``decide``, but cache, compile and log nothing."""
+    """Decide as ``decide`` does, but cache, compile and log nothing."""
     while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             return _decide(snapshot, problem, bucket, local, aligned, strict, persistent)
 
 
 def with_low_part(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu) -> Candidate | None:
-    """Return a variant with ``Fusion.LOW_RANK`` for M rows of aligned ``problem``; None: two products run.
+    """Return a variant with ``Fusion.LOW_RANK`` for M rows of aligned ``problem``; None if separate products run.
 
-    No bundle has such choices. It is the config that runs the product without the low-rank part, if the candidates that
-    ship have it, else the first by the cost model.
+    No bundle has choices with this fusion. The variant is the shipped candidate with the config that runs the product
+    without the low-rank part; if there is none, the cost model's first.
     """
     bucket = bucket_of(M)
     while True:  # again if ``Rejected`` has dropped a bundle
@@ -228,15 +229,15 @@ def with_low_part(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu)
 def in_place(
     snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, *, strict: bool = False
 ) -> Candidate | None:
-    """The variant for M rows of ``problem``, with ``Fusion.STARTS``: codes of x where they arrive; or None.
+    """The variant for M rows of ``problem`` with ``Fusion.STARTS``, which reads x's codes where they arrive; or None.
 
-    None where by the cost model another way takes less: rows listed, their codes ordered, and the product that stores
-    by an index. No bundle has such choices, so both times are modelled.
+    None if the cost model says that another way is faster: list the rows, sort their codes, and run the product that
+    scatters. No bundle has choices with this fusion, so both times are modelled.
     """
-    if strict:  # which takes nothing of the candidates
+    if strict:  # strict mode uses no shipped candidates
         return None
     bucket, by_index = bucket_of(M), problem._replace(fusion=Fusion.SCATTER)
-    while True:  # repeated after ``Rejected`` has dropped a bundle
+    while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             candidates: list[Candidate] = []
             for view in (snapshot.view(local, installed=True), snapshot.reserve(local)):
@@ -253,9 +254,9 @@ def in_place(
 
 
 def dW_of_codes(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu) -> Candidate | None:
-    """Return the cost model's first variant for dW of codes of M rows; None if there is none: torch runs it.
+    """Return the cost model's first variant for dW of codes of M rows; None if there is none: then torch runs dW.
 
-    No bundle has such choices.
+    No bundle has choices for dW of codes.
     """
     while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
@@ -267,16 +268,16 @@ def dW_of_codes(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu) -
 
 
 def whole_columns(problem: Problem) -> int:
-    """N, up to whole 16 bytes of a row of y."""
+    """N, rounded up so that a row of y is a multiple of 16 bytes."""
     each = ALIGNMENT_BYTES // problem.dtype.itemsize
     return -(-problem.N // each) * each
 
 
 def with_wide_rows(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu) -> Candidate | None:
-    """The variant for M rows of y that lie ``whole_columns`` apart; None where rows are whole, or nothing does it.
+    """The variant that stores M rows of y ``whole_columns`` apart; None if N is aligned already, or no variant fits.
 
-    It is one for aligned rows of so many columns, whose w comes through a descriptor: that has w's own N, past which
-    TMA reads zeros. Code that reads w through pointers would go on into the next expert, and past the last one.
+    The variant is for aligned rows of ``whole_columns`` columns, and reads w by a TMA descriptor with w's own N, past
+    which TMA reads zeros. A kernel that reads w by pointers would read into the next expert, and past the last one.
     """
     able = problem.op is Op.FORWARD and problem.layout is Layout.NK and not problem.fusion
     wide = problem._replace(N=whole_columns(problem))
@@ -297,7 +298,7 @@ def _clips_w(candidate: Candidate) -> bool:
 
 
 def _compiled(snapshot: Snapshot, missed: Miss, local: LocalGpu, strict: bool) -> Decision | Miss:
-    """The decision over what the compiler makes now, or the miss and why there is nothing."""
+    """The decision for a kernel that is compiled now; or a miss, with the compiler's reason."""
     from .compiled import compiled  # here, as only calls after ``allow_jit`` need it
 
     bundle = compiled(missed.problem, local)
@@ -339,7 +340,7 @@ def _decide(
 
 
 def _is_unbeatable(candidates: list[Candidate], local: LocalGpu) -> bool:
-    """True if no later place can have a better choice: this one was measured on this GPU, for this bucket."""
+    """True if no later bundle can have a better choice: the first one was measured on this GPU, for this bucket."""
     if not candidates:
         return False
     best = candidates[0]
@@ -350,8 +351,8 @@ def _is_unbeatable(candidates: list[Candidate], local: LocalGpu) -> bool:
 def _has_choice(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, view: View) -> bool:
     """True if a bundle for this capability was built for this product and bucket, with whatever fusions.
 
-    Bundles are built for the fusions that a layer uses. Other fusions of the product, like a bias on the plain first
-    GEMM, run the same variants, chosen by the cost model.
+    Bundles have choices for the fusions that a layer uses. Other fusions of the product, like a bias on the plain first
+    GEMM, run the bundle's variants, too, chosen by the cost model.
     """
     return any(
         choice.bucket == bucket
@@ -363,7 +364,7 @@ def _has_choice(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalG
 
 
 def forms_of(problem: Problem) -> tuple[Problem, ...]:
-    """Return the problem, then the same product in the other forms that kernels support."""
+    """Return the problem, then its product with every other set of fusions that kernels support."""
     if problem.op is Op.DW:
         return (problem,)
     others: tuple[Fusion, ...] = (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)
@@ -372,7 +373,7 @@ def forms_of(problem: Problem) -> tuple[Problem, ...]:
 
 
 def reason(candidate: Candidate, problem: Problem, bucket: int, local: LocalGpu) -> str:
-    """Return the reason for a candidate's rank for ``problem``, in words."""
+    """Return the reason for a candidate's rank for ``problem``, for messages."""
     why = _standing(candidate, bucket, local)
     code_of_another = candidate.variant.layout is not problem.layout
     own = candidate.match is not Match.COST_MODEL and candidate.usable.bundle.find(problem)
@@ -411,7 +412,7 @@ def _nearness(near: Near, local: LocalGpu) -> str:
 
 
 def miss_reason(problem: Problem, local: LocalGpu, view: View) -> str:
-    """Why no bundle can run it."""
+    """Why no bundle can run the problem."""
     if not local.sm:
         return f"no bundle runs on {local}: it is of no CUDA capability"
     if not view.usable:
@@ -440,7 +441,7 @@ def _strict_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> 
 
 
 def _tell(snapshot: Snapshot, outcome: Decision | Miss, local: LocalGpu) -> None:
-    """Log an outcome once: the better the choice, the quieter."""
+    """Log a decision or miss once, at a lower level the better the choice is."""
     if isinstance(outcome, Miss):
         nothing = not snapshot.view(local, installed=True).usable
         topic: Hashable = (local, None if nothing else outcome.problem)
@@ -477,12 +478,12 @@ def chosen(
     most: int,
     persistent: bool = False,
 ) -> list[Candidate]:
-    """The best ``most`` candidates that the bundles' own choices name, runners-up included, best first.
+    """The best ``most`` candidates of the bundles' choices for the problem, runners-up included, best first.
 
-    With ``persistent`` none has a program for each tile.
+    With ``persistent`` no candidate has a program for each tile.
     """
     candidates: list[Candidate] = []
-    seen: set[tuple[int, int]] = set()  # a variant counts once, by its best claim
+    seen: set[tuple[int, int]] = set()  # a variant counts once, with its best rank
     for claim in _claims(snapshot, problem, local, view).ranked(bucket, near=is_invariant(snapshot, problem)):
         if len(candidates) == most:
             break
@@ -531,11 +532,12 @@ def in_order(snapshot: Snapshot, usable: Usable, variant: Variant, problem: Prob
 
 
 def order_of(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> Order | None:
-    """The order in which every call of a problem sums in the batch-invariant mode; None where nothing runs it.
+    """The order in which every call of a problem sums in the batch-invariant mode; None if no variant runs it.
 
-    It is the first by preference (``Order.preference``) of all forms, and of a form without such code its own first:
-    quantised w has dX that moves rows by a portable kernel alone. It depends on no rows and no times, but only on which
-    variants there are. So GPUs of one capability, shards of one model and builds of a bundle agree on it.
+    It is the preferred order (``Order.preference``) among all variants of the product, whatever their fusions. If no
+    variant with the problem's own fusions has it, it is the preferred order among these: for quantised w, only a
+    portable kernel has dX with a gather or scatter. The order depends on which variants there are, not on rows or
+    times, so GPUs of one capability, shards of one model and builds of a bundle agree on it.
     """
     code, low = code_of(problem.op, problem.fusion & ~Fusion.SILU), problem.fusion & Fusion.LOW_RANK
     asked, view = problem._replace(fusion=code, top_k=0), snapshot.view(local, installed=True)
@@ -558,7 +560,7 @@ def _preference(order: Order) -> tuple[object, ...]:
 
 
 def _orders(snapshot: Snapshot, problem: Problem, local: LocalGpu, *, reserve: bool = False) -> set[Order]:
-    """The orders of the variants that can run a problem on aligned tensors: the bundles', or the candidates'."""
+    """The summation orders of the variants that can run a problem on aligned tensors; of shipped candidates, too."""
     return {
         summed(usable, variant, problem)
         for usable in (snapshot.reserve(local).usable if reserve else snapshot.having(problem, local))
@@ -575,15 +577,15 @@ def summed(usable: Usable, variant: Variant, problem: Problem) -> Order:
 
 
 def by_tile(variant: Variant) -> bool:
-    """True if a launch has one program for each tile of all rows that the memory has room for."""
+    """True if the variant's launches have a program for each tile of all M rows, also of rows that no expert has."""
     config = config_of(variant.config)
     return config is not None and config.schedule is Schedule.TILE
 
 
 def idles(variant: Variant, problem: Problem, M: int, bucket: int) -> bool:
-    """True if a launch for M rows would have many programs without work, if only ``bucket`` rows come.
+    """True if a launch for M rows would have many programs without work if experts have only ``bucket`` rows.
 
-    That is so in calls with ``expected_rows``: memory and grids have room for all M rows.
+    This happens in calls with ``expected_rows``: their grids are for all M rows.
     """
     if bucket >= M or not by_tile(variant):
         return False
@@ -598,7 +600,7 @@ def torch_runs(problem: Problem, sm: int) -> bool:
 
 
 class _RankedChoice(NamedTuple):
-    """A choice's claim for its variant, or for its runner-up."""
+    """A bundle's choice, or its runner-up, with all that ranks it."""
 
     origin: Origin
     usable: Usable
@@ -609,13 +611,13 @@ class _RankedChoice(NamedTuple):
 
 
 class _RankedChoices(NamedTuple):
-    """Every claim on a problem: the origins that there are, best first, and of each its claims by bucket."""
+    """All ranked choices for a problem, by origin (best first) and bucket."""
 
     view: View
     by_origin: dict[Origin, dict[int, list[_RankedChoice]]]
 
     def ranked(self, bucket: int, *, near: bool) -> Iterator[_RankedChoice]:
-        """Return all candidates, best first for this bucket; with ``near`` only those of it and its neighbours."""
+        """Yield all ranked choices, best first for this bucket; with ``near`` only those of it and its neighbours."""
 
         def rank(place: tuple[Origin, int]) -> tuple[int, ...]:
             origin, other = place
@@ -634,14 +636,14 @@ class _RankedChoices(NamedTuple):
 
 
 def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -> _RankedChoices:
-    """The claims of the bundles' choices, kept by the snapshot."""
+    """The bundles' choices for a problem, ranked for this GPU; cached by the snapshot."""
     key = (id(view), problem, local)
     cached: _RankedChoices | None = snapshot.rankers.get(key)
     if cached is None:
         by_origin: dict[Origin, dict[int, list[_RankedChoice]]] = {}
         for usable in view.usable:
             choices = snapshot.find(usable.bundle, problem)
-            if not choices:  # as of most new shapes: skip what is about GPUs
+            if not choices:  # most new shapes have none: skip the comparison of GPUs
                 continue
             apart = [gpus_apart(gpu, local.gpu) for gpu in usable.bundle.gpus]
             here = {number for number, gpu in enumerate(usable.bundle.gpus) if gpu.is_like(local.gpu)}
@@ -650,12 +652,12 @@ def _claims(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View) -
                 origin = _origin(choice, here, native, usable)
                 far = apart[choice.gpu] if origin is Origin.THIS_CAPABILITY and choice.gpu is not None else 0.0
                 there = by_origin.setdefault(origin, {}).setdefault(choice.bucket, [])
-                # A choice comes before its runner-up, whose time may be less: the builder knows such a lead from noise.
+                # A choice comes before its runner-up, even if that took less time: the builder took the lead as noise.
                 there.append(_RankedChoice(origin, usable, choice, choice.variant, choice.time_ns, far))
                 if choice.runner_up is not None:
                     there.append(_RankedChoice(origin, usable, choice, choice.runner_up, choice.runner_up_ns or 0, far))
         for claims in by_origin.get(Origin.THIS_CAPABILITY, {}).values():
-            claims.sort(key=lambda claim: claim.apart)  # else they stay as they are: by their bundles, and by GPUs
+            claims.sort(key=lambda claim: claim.apart)  # stable: ties stay in bundle order
         cached = snapshot.rankers[key] = _RankedChoices(view, by_origin)
     return cached
 
@@ -671,9 +673,9 @@ def modelled(
     most: int | None = None,
     persistent: bool = False,
 ) -> list[Candidate]:
-    """The candidates by the cost model: every variant that fits, whatever it was chosen for; the best ``most`` of them.
+    """The best ``most`` candidates by the cost model, of all variants that can run the problem.
 
-    With ``persistent`` none has a program for each tile.
+    With ``persistent`` no candidate has a program for each tile.
     """
     if local.sm not in arch.ARCHS:
         return []

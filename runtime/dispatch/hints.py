@@ -1,4 +1,4 @@
-"""Says what to build: the ``aot build`` line for a problem, and the nearest shapes that are there."""
+"""Says what to build: the ``aot build`` command for a problem, and the nearest shapes that bundles have."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from ...artifacts.bundle_file import BundleFile
 
 _NEAREST = 3
-_DEFAULT_TOKENS = 65_536  # tokens of a spec without them
+_DEFAULT_TOKENS = 65_536  # the most tokens of a spec that names none
 _MOST_TOKENS = 1 << 24  # the most tokens of a spec
 
-# The forms that a layer's first GEMM, of weight [E, I, H], has alone; all others the second, of weight [E, H, I], has.
+# Only a layer's first GEMM (weight [E, I, H]) has these fusions; all others count as the second's (weight [E, H, I]).
 _FIRST_GEMM = {(Op.FORWARD, Fusion.GATHER), (Op.DX, Fusion.SCATTER)}
 
 
 def remedy(problem: Problem, bucket: int, sm: int, view: View | None = None) -> str:
-    """The advice if no bundle has ``problem``, a sentence without its full stop: the command, or why there is none."""
+    """The advice if no bundle has ``problem``: a sentence without full stop, with the command or why there is none."""
     line = build_line(problem, bucket, sm, view)
     if line is not None:
         return f"Build one with: {line}"
@@ -38,14 +38,14 @@ def remedy(problem: Problem, bucket: int, sm: int, view: View | None = None) -> 
 
 
 def build_line(problem: Problem, bucket: int, sm: int, view: View | None = None) -> str | None:
-    """The command that builds this very problem, up to ``bucket`` rows and more, for capability ``sm``.
+    """The command that builds exactly this problem, for at least ``bucket`` rows and capability ``sm``.
 
-    None where ``aot build`` would refuse: the capability, sizes over its limits, or quantised weights without kernels.
+    None if ``aot build`` would refuse the capability, the sizes, or weights in a format without kernels.
 
-    It names the model that the problem is of, if a bundle of ``view`` was built for one of these sizes, in whatever
-    dtype. Else the problem is written as a GEMM of a layer without a gate: the second, H = N and I = K, or the first,
-    H = K and I = N; with silu in its epilogue the first of one with a gate, I = N/2. (top_k decides nothing about a
-    product, so it is 1, or what makes so many rows of the tokens that a spec may have.)
+    The command names a model if a bundle of ``view`` was built for one with this product, in any dtype. Else it writes
+    the problem as a GEMM of a layer without a gate: the second, with H = N and I = K, or the first, with H = K and
+    I = N. With silu in the epilogue the problem is the first GEMM of a layer with a gate, and I = N/2. A product does
+    not depend on top_k, so top_k is the least that reaches ``bucket`` rows with the tokens that a spec may have.
     """
     if refusal(sm) is not None or _uncoded(problem, sm) is not None:
         return None
@@ -65,7 +65,7 @@ def build_line(problem: Problem, bucket: int, sm: int, view: View | None = None)
 
 
 def _uncoded(problem: Problem, sm: int) -> str | None:
-    """Why a capability has no kernel for quantised weights; None if it has one, or the weights are not quantised."""
+    """Why a capability has no kernel for the problem's weights; None if it has one, or if they are not quantised."""
     dtype = problem.dtype
     if not dtype.quantised:
         return None
@@ -75,7 +75,7 @@ def _uncoded(problem: Problem, sm: int) -> str | None:
 
 
 def _options(problem: Problem, *, named: bool = False) -> str:
-    """The options of a spec; a model's name alone means its weights as they were published."""
+    """The options of a spec. A model's name without options means the weights as they were published."""
     key = "weights" if problem.dtype.quantised else "dtype"
     options = "" if problem.dtype is DType.BF16 and not named else f" {key}={problem.dtype.value}"
     options += f" layout={problem.layout.value}" if problem.layout is Layout.KN else ""
@@ -85,12 +85,12 @@ def _options(problem: Problem, *, named: bool = False) -> str:
 def _model_spec(problem: Problem, bucket: int, view: View) -> str | None:
     """The spec of the least sharded model that has this product in any dtype and layout; None if no bundle has one.
 
-    A name with a / is of a model that was found by it; others are of sizes that somebody gave.
+    A name with a / is a published model's; other names were given to explicit sizes.
     """
-    if problem.op is Op.DW and problem.layout is Layout.KN:  # planned as another product
+    if problem.op is Op.DW and problem.layout is Layout.KN:  # bundles plan it as another product
         return None
     models: list[Model] = []
-    least: dict[str, int] = {}  # experts of a token, where no shared one is fused into them
+    least: dict[str, int] = {}  # name -> least experts of a token, without fused shared ones
     for usable in view.usable:
         with contextlib.suppress(BundleError):
             for model in usable.bundle.models():
@@ -107,12 +107,12 @@ def _model_spec(problem: Problem, bucket: int, view: View) -> str | None:
 
 
 def nearest_shapes(problem: Problem, local: LocalGpu, view: View) -> list[str]:
-    """Up to three problems of the bundles that are like this one, nearest first, with their rows."""
+    """Up to three similar problems that the bundles have, nearest first, as text with their rows."""
     shapes: dict[Problem, list[tuple[BundleFile, Problem]]] = {}
     for usable in view.usable:
         if usable.bundle.target.sm != local.sm:
             continue
-        with contextlib.suppress(BundleError):  # a damaged record: who needs it will tell
+        with contextlib.suppress(BundleError):  # a damaged record: the code that needs it reports it
             for stored in usable.bundle.problems():
                 other = next(
                     (name for name in (stored, stored.transposed) if name and _kind(name) == _kind(problem)), None
@@ -126,7 +126,7 @@ def nearest_shapes(problem: Problem, local: LocalGpu, view: View) -> list[str]:
 
 
 def _rows_of(names: Iterable[tuple[BundleFile, Problem]]) -> list[int]:
-    """The buckets that bundles have choices of for a problem by its names there."""
+    """The buckets for which bundles have choices of a problem. ``names``: the problem as each bundle writes it."""
     rows: set[int] = set()
     for bundle, name in names:
         with contextlib.suppress(BundleError):

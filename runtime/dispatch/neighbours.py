@@ -1,9 +1,9 @@
 """The measured cells around a cell that no bundle has, by shape; read when first needed.
 
-Only bundles for this capability count, with the times of this GPU, or else of the measured GPU most like it. What this
-process compiled or tuned itself does not count: it depends on earlier calls, and all processes must choose alike. Nor
-do bundles that were built to add to others (``Usable.speaks_of_others``), so that no bundle makes another's cell
-slower. ``kernels/neighbours.py`` computes with these cells.
+Only bundles for this capability count, with the times of this GPU, or else of the most similar measured GPU. Bundles
+that this process compiled or tuned do not count: they depend on earlier calls, and all processes must choose alike.
+Bundles whose build was compared with others do not count either (``Usable.speaks_of_others``), so that no bundle makes
+another's cell slower. ``kernels/neighbours.py`` computes with these cells.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _GpuKind: TypeAlias = "tuple[str, int, int]"
 _Kind: TypeAlias = "tuple[object, ...]"
 _Sizes: TypeAlias = "tuple[int, int, int]"  # E, N and K
 _Place: TypeAlias = "tuple[float, float, float]"  # the binary logarithms of E, N and K
-_Cell: TypeAlias = "tuple[Usable, list[Any]]"  # a bundle, and what it says of the cell, as ``Timed`` has it
+_Cell: TypeAlias = "tuple[Usable, list[Any]]"  # a bundle, and its choices for the cell, as ``Timed`` has them
 _Found: TypeAlias = "tuple[float, int, int, _Shape]"  # distance, index of the shape, logarithm of M
 
 _WINDOWS = (0.8, 1.6, math.inf)  # distances in doublings of E within which shapes are searched
 _BESIDE = 2  # buckets on each side of a shape's nearest bucket that are read
-_MORE = 16  # cells that are found before they are sorted again
+_MORE = 16  # new cells to find before sorting again
 _SHAPES = 40  # nearest shapes that are read
 _NO_BETTER = 1.001  # least expected time, over the best, of a variant that won no cell nearby
-_RECENT = 256  # sizes whose near shapes are kept
+_RECENT = 256  # sizes whose near shapes are cached
 
 
 class Near(NamedTuple):
-    """The measured cells around a cell: the ratios of times there, of how many shapes, the nearest, on which GPU.
+    """The measured cells around a cell: their ratios of times, their number of shapes, the nearest shape, the GPU.
 
-    ``won`` has the variants, by their ``number``, that are a choice or a runner-up there.
+    ``won`` has the numbers (``numbered``) of the variants that are a choice or a runner-up in one of these cells.
     """
 
     won: Mapping[int, float]
@@ -57,10 +57,10 @@ class Near(NamedTuple):
 
 
 class _Shape:
-    """E, N and K that bundles have, by all names there.
+    """E, N and K of a problem that bundles have, and the problem as each of them writes it.
 
-    ``cells`` are the measured ones once they were read, by GPU and the logarithm of M; ``ratios`` those of cells that
-    were used, by GPU and logarithm.
+    ``cells`` are its measured cells once they were read, by GPU and log2 of M. ``ratios`` are the ratios of the cells
+    that were used, by GPU and log2 of M.
     """
 
     __slots__ = ("cells", "names", "problem", "ratios")
@@ -73,7 +73,7 @@ class _Shape:
 
 
 class _ShapeList:
-    """All shapes of a kind of problem, by E; and of the sizes that were asked for lately, which are near."""
+    """All shapes of a kind of problem, by E, with a cache of the shapes near recently requested sizes."""
 
     __slots__ = ("places", "recent", "shapes")
 
@@ -83,7 +83,7 @@ class _ShapeList:
         self.recent: dict[tuple[_Place, float], list[tuple[float, int]]] = {}
 
     def within(self, doublings: float, place: _Place) -> list[tuple[float, int]]:
-        """(the least distance that any M gives, index) of the shapes whose E is so near, nearest first."""
+        """(least distance over all M, index) of shapes whose E is within ``doublings`` of place's, nearest first."""
         nearest = self.recent.get((place, doublings))
         if nearest is None:
             E, N, K = place
@@ -108,16 +108,16 @@ class Neighbourhood:
     """The measured cells of a view's bundles, for the problems that they lack on a GPU."""
 
     def __init__(self, snapshot: Snapshot, local: LocalGpu, view: View) -> None:
-        """Reads which problems there are, and no times.
+        """Read which problems the bundles have, but no times.
 
         Raises
         ------
         Rejected
-            where a bundle's records are damaged, which then is in no view any more.
+            if a bundle's records are damaged; the bundle is then dropped from all views.
         """
         self.view = view  # this object's key is the view's identity
         self._snapshot, self._local = snapshot, local
-        self.sources: frozenset[bytes] = frozenset()  # digests of the bundles that were measured
+        self.sources: frozenset[bytes] = frozenset()  # digests of the bundles with measured choices
         self._numbers: dict[
             tuple[int, int], int
         ] = {}  # (bundle, variant) -> the number of its config, because configs are slow to hash
@@ -147,7 +147,7 @@ class Neighbourhood:
         self._families = {kind: _ShapeList(some.values()) for kind, some in shapes.items()}
 
     def without(self, sizes: Container[_Sizes]) -> Neighbourhood:
-        """The neighbourhood without problems of these E, N and K: to judge what is chosen for them."""
+        """The neighbourhood without problems of these E, N and K, to test the choices that it gives for them."""
         rest = copy.copy(self)
         rest._families = {
             kind: _ShapeList(shape for shape in family.shapes if _sizes(shape.problem) not in sizes)
@@ -156,12 +156,12 @@ class Neighbourhood:
         return rest
 
     def near(self, problem: Problem, bucket: int, *, aligned: bool = True) -> Near | None:
-        """The measured cells around M rows of ``problem``; None where nothing of the kind was measured on any GPU.
+        """The measured cells around ``bucket`` rows of ``problem``; None if no problem of its kind was measured.
 
         Raises
         ------
         Rejected
-            where a bundle's records are damaged.
+            if a bundle's records are damaged.
         """
         wanted = problem.canonical
         family = self._families.get(_kind(wanted, aligned and has_aligned_rows(wanted)))
@@ -175,12 +175,12 @@ class Neighbourhood:
         return None
 
     def _nearest(self, family: _ShapeList, place: _Place, M: float, gpu: _GpuKind) -> list[_Found]:
-        """The nearest measured cells, nearest first, each once."""
+        """The nearest measured cells, nearest first, without duplicates."""
         most, (E, N, K) = cost.NEAREST, place
         best: list[_Found] = []
         for doublings in _WINDOWS:
             best = []
-            edge, full = math.inf, most  # the distance of the last of the best, and how many are sorted next
+            edge, full = math.inf, most  # farthest distance to keep; count at which to sort next
             for least, at in family.within(doublings, place):
                 if least > edge:
                     break
@@ -204,11 +204,11 @@ class Neighbourhood:
             best.sort()
             del best[most:]
             if len(best) == most:
-                break  # a few rows may be nearer to many of few experts: no matter
+                break  # (for few rows, a skipped shape with fewer experts may be nearer: harmless)
         return best
 
     def _read(self, shape: _Shape) -> dict[_GpuKind, dict[int, _Cell]]:
-        """The measured cells of a shape, read once: of two bundles with one cell the first's."""
+        """The measured cells of a shape, read once. If two bundles have a cell, the first bundle's counts."""
         by_gpu: dict[_GpuKind, dict[int, _Cell]] = {}
         for usable, name in reversed(shape.names):
             with _checked(self._snapshot, usable):
@@ -221,9 +221,10 @@ class Neighbourhood:
         return by_gpu
 
     def numbered(self, variant: Variant) -> tuple[int, Config]:
-        """Return (number, config): one number for all variants of a config, in any bundle. ValueError: see from_pairs.
+        """Return (number, config): one number for all variants of a config, in any bundle; configs are slow to hash.
 
-        Configs are slow to hash. Variants that need aligned rows have another number than those that don't.
+        Variants that need aligned rows have another number than those that don't. Raises ValueError as
+        ``Config.from_pairs`` does.
         """
         config = config_of(variant.config) or Config.from_pairs(variant.config)
         return self._keys.setdefault((variant.config, variant.alignment > 1), len(self._keys)), config
@@ -249,7 +250,7 @@ class Neighbourhood:
         return Near(ratios.of, ratios.others, len({id(shape) for *_, shape in cells}), cells[0][3].problem, gpu)
 
     def _ratios(self, shape: _Shape, log2: int, gpu: Gpu) -> list[tuple[int, float]]:
-        """The ratios of the variants that a cell names; none where this version knows none of their configs."""
+        """The ratios of the variants that a cell names; none if this version knows none of their configs."""
         assert shape.cells is not None
         usable, row = shape.cells[_gpu_kind(gpu)][log2]
         timed = Timed(*row)
@@ -285,8 +286,7 @@ def blended(
     estimates: Sequence[tuple[float, int]],
     variants: Mapping[int, tuple[int, Config]],
 ) -> list[tuple[float, int]]:
-    """(expected time in us, index) of variants, best first: one that won near the cell, if there is one.
-
+    """(expected time in us, index) of variants, best first. A variant that won a cell nearby is first, if there is one.
     ``estimates`` are the cost model's: (us, index). ``variants`` has the number and the config of each index.
     """
     wanted = problem.canonical
@@ -313,7 +313,7 @@ def _kind(problem: Problem, aligned: bool) -> _Kind:
 
 @contextlib.contextmanager
 def _checked(snapshot: Snapshot, usable: Usable) -> Iterator[None]:
-    """Records of a bundle are read in here: Rejected where they are damaged."""
+    """A block that reads a bundle's records: a damaged record drops the bundle and raises Rejected."""
     try:
         yield
     except BundleError as error:

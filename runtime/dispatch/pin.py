@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 class Preference(NamedTuple):
-    """The config to run one GEMM with, by the form of the call's code.
+    """The preferred config for one GEMM, by the call's fusions.
 
-    A preference: where no usable bundle has it for a call, the bundles' own choice runs. None of a form: the same.
+    If no usable bundle has the config for a call, or the config is None, the bundles' own choice runs.
     """
 
     configs: tuple[tuple[Fusion, Config], ...] = ()
 
     @property
     def config(self) -> Config | None:
-        """The config of the plain form."""
+        """The config for a call without fusions."""
         return self.of(Fusion.NONE)
 
     def of(self, fusion: Fusion) -> Config | None:
-        """The config of the form with this fusion."""
+        """The config for a call with this fusion."""
         return dict(self.configs).get(fusion)
 
 
@@ -39,7 +39,7 @@ NOTHING = Preference()
 
 
 class KernelPair(NamedTuple):
-    """The configs to run the first and the second GEMM of a layer with, for one op: ``is_first_gemm`` picks."""
+    """The preferred configs of a layer's first and second GEMM, for one op; ``is_first_gemm`` selects."""
 
     op: Op
     first: Preference = NOTHING
@@ -59,7 +59,7 @@ _OPS = {"kernel_config_fwd": Op.FORWARD, "kernel_config_bwd_dX": Op.DX, "kernel_
 
 
 def check_pin(name: str, pin: object, *, is_first_gemm: bool = True) -> Pin | None:
-    """Return ``pin`` if it can name a variant, or of a pair the GEMM's preference.
+    """Return ``pin`` if it can name a variant; of a KernelPair, the preference of the first or second GEMM.
 
     Raises
     ------
@@ -87,7 +87,7 @@ def check_pin(name: str, pin: object, *, is_first_gemm: bool = True) -> Pin | No
 def preferred(
     snapshot: Snapshot, pin: Preference, problem: Problem, local: LocalGpu, *, aligned: bool
 ) -> Config | None:
-    """The config that is preferred for this form of call, if a usable bundle has it."""
+    """The preferred config for a call with the problem's fusions, if a usable bundle has it; else None."""
     config = pin.of(problem.fusion)
     while config is not None:  # search again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
@@ -159,7 +159,7 @@ def _listed(there: list[tuple[Config, Usable, int]], near: Config | None) -> str
 
 
 def _distance(config: Config, knobs: Mapping[str, int]) -> float:
-    """The doublings from a config to preferred knobs; a knob that is no number counts as one if it differs."""
+    """The distance from a config to preferred knobs, in doublings; a different knob that is no number counts as one."""
     from ...kernels.spec import RANGES
 
     apart = (

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SYSTEM_DIRECTORY = Path("/opt/pretuned/bundles")
 ENTRY_POINTS = "pretuned.bundles"
 SUFFIX = ".msgpack"
-COMPRESSED = "pressed"  # beside pretuned's own bundles in a clone: what they are unpacked from
+COMPRESSED = "pressed"  # in a clone, the folder of compressed bundles, next to the unpacked ones
 REINSTALL = "pip install -e ."
 _OVERLAY_LOCK_TIMEOUT_S = 0.2
 _MAX_ENTRY_POINTS_BYTES = 2 << 20
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class Kind(enum.Enum):
-    """The kinds of place, in the order in which they are asked."""
+    """The kinds of place in the bundle search path, in its order."""
 
     NAMED = "PRETUNED_BUNDLES"
     OVERLAY = "the user's overlay"
@@ -64,9 +64,9 @@ class Place(NamedTuple):
         return self.kind is Kind.INSTALLED and self.path == Path(limits.__file__).with_name("bundles")
 
     def files(self) -> list[Path]:
-        """The bundle files here, sorted by name; [] where the directory can't be read.
+        """The bundle files here, sorted by name; [] if the directory can't be read.
 
-        A named file is listed even if it is not there, so that opening it says so.
+        A named file is listed even if it does not exist, so that opening it reports that.
         """
         if self.kind is Kind.NAMED and not os.path.isdir(self.path):  # noqa: PTH112 - Path.is_dir raises for some paths
             return [self.path]
@@ -84,9 +84,8 @@ class Place(NamedTuple):
             return []
 
     def _as_cloned(self, unpacked: list[Path]) -> list[Path]:
-        """In a clone that is installed itself, the bundles that it holds compressed, unpacked copies if they are equal.
-
-        After a ``git pull`` the copies are those of an earlier commit, until the clone is installed again.
+        """In an editable install of a clone, its bundles: the unpacked copy if it is current, else the compressed file.
+        After a ``git pull`` the unpacked copies are of an earlier commit, until the clone is installed again.
         """
         compressed = self.path.with_name(COMPRESSED)
         if not self.is_ours() or not os.path.isdir(compressed):  # noqa: PTH112 - as in ``files``
@@ -110,7 +109,7 @@ class Place(NamedTuple):
         return paths
 
     def unlisted(self) -> str:
-        """Why a directory that is there can't be listed; "" where it can, or is none."""
+        """Why the directory exists but can't be listed; "" if it can, or if this is no existing directory."""
         try:
             os.listdir(self.path)  # noqa: PTH208 - as ``files`` does
         except (FileNotFoundError, NotADirectoryError):
@@ -124,7 +123,7 @@ class Place(NamedTuple):
 
 
 class PlacedBundle(NamedTuple):
-    """A bundle file in a place: open, its index perhaps not yet read, or the error that keeps it closed."""
+    """A bundle file in a place: an open file, whose index may not have been read yet, or the error of opening it."""
 
     place: Place
     path: Path
@@ -137,7 +136,7 @@ def _is_shown(name: str) -> bool:
 
 
 def places(settings: Settings, system: Path = SYSTEM_DIRECTORY) -> tuple[Place, ...]:
-    """Every place but the installed packages, whose scan costs milliseconds."""
+    """Every place except the installed packages; finding those takes milliseconds (``installed_places``)."""
     named = [Place(Kind.NAMED, path) for path in settings.bundles]
     if settings.overlay is not None:
         named.append(Place(Kind.OVERLAY, settings.overlay))
@@ -145,7 +144,7 @@ def places(settings: Settings, system: Path = SYSTEM_DIRECTORY) -> tuple[Place, 
 
 
 def scan(asked: Iterable[Place], without: Path | None, keys: Keys | None) -> tuple[PlacedBundle, ...]:
-    """Every bundle file of these places, but for ``without``, opened; signed by one of ``keys``, where it must be."""
+    """Open every bundle file of these places except ``without``. With ``keys``, check the signatures."""
     opened: list[PlacedBundle] = []
     for place in asked:
         wanted = None if place.is_ours() else keys
@@ -165,7 +164,7 @@ def candidates_name(*sms: int) -> str:
 def candidates_file(folder: Path, sm: int) -> Path | None:
     """The path of a capability's shipped candidates in a folder, found by file names; None if there are none.
 
-    They are a file, candidates-sm80.msgpack.xz, or a part of a file with several capabilities, FILE#sm80.
+    The candidates are a file, candidates-sm80.msgpack.xz, or a part of a file with several capabilities, FILE#sm80.
     """
     from ...artifacts.packed import SUFFIX as PACKED
 
@@ -184,9 +183,9 @@ def candidates_file(folder: Path, sm: int) -> Path | None:
 
 
 def candidates(asked: Iterable[Place], sm: int, keys: Keys | None) -> Iterator[PlacedBundle]:
-    """The candidates that these places have for a capability, then those of earlier ones whose code it runs.
+    """Yield these places' candidates for a capability, then those for earlier capabilities whose code it runs.
 
-    Each is unpacked into memory as it is asked for: 16 to 51 MB, 0.1 to 0.4 s.
+    Each file is unpacked into memory when the iterator reaches it: 16 to 51 MB, 0.1 to 0.4 s.
     """
     places = tuple(asked)
     for able in (capability for capability in reversed(supported()) if arch_of(capability).runs_on(sm)):
@@ -197,9 +196,9 @@ def candidates(asked: Iterable[Place], sm: int, keys: Keys | None) -> Iterator[P
 
 
 def unusable(bundle: BundleFile, local: LocalGpu) -> BundleError | None:
-    """Return the reason why ``local`` can't run this bundle's code, or None, before the driver reads any of it.
+    """Return the reason why ``local`` can't run this bundle's code, or None, before the driver reads any code.
 
-    Of a bundle for another capability, as most installed bundles are, only the capability is read.
+    Most installed bundles are for other capabilities: nothing but the capability is read of them.
     """
     name = Path(bundle.path).name
     if not bundle.target.runs_on(local.sm):
@@ -249,12 +248,12 @@ def _open(place: Place, path: Path, keys: Keys | None) -> PlacedBundle:
         return PlacedBundle(place, path, bundle, None)
     except BundleError as error:
         return PlacedBundle(place, path, None, error)
-    except HostError as error:  # no memory, or no descriptor, for what is unpacked
+    except HostError as error:  # no memory or file descriptor for unpacking
         return PlacedBundle(place, path, None, BundleUnreadable(str(error)))
 
 
 def installed_places() -> tuple[Place, ...]:
-    """The directories of the modules that installed packages name under the entry points ``pretuned.bundles``."""
+    """The directories of the modules that installed packages name in the entry point group ``pretuned.bundles``."""
     directories: dict[Path, None] = {}
     for point in sorted(_entry_points(), key=lambda p: (p.name, p.value)):
         try:
@@ -270,14 +269,14 @@ def installed_places() -> tuple[Place, ...]:
 
 
 def _entry_points() -> Iterator[EntryPoint]:
-    """The entry points of packages that are unpacked on sys.path, in a fraction of ``importlib.metadata``'s time.
+    """The entry points of the packages that are installed as directories on sys.path.
 
-    (``entry_points(group=...)`` makes an object of every package, and parses the entry points of each.)
+    ``importlib.metadata.entry_points(group=...)`` takes far longer: it parses the entry points of every package.
     """
     word = ENTRY_POINTS.encode()
     for folder in dict.fromkeys(
         entry for entry in sys.path if isinstance(entry, str)
-    ):  # nothing is imported from other entries
+    ):  # no packages are found in other entries
         try:
             names = os.listdir(folder or os.curdir)  # noqa: PTH208 - hundreds of names, each asked one thing
         except (OSError, ValueError):  # an archive, a missing directory, or no path
@@ -289,7 +288,7 @@ def _entry_points() -> Iterator[EntryPoint]:
                     if not _holds(f"{package}/entry_points.txt", word):
                         continue
                     points = [*Distribution.at(package).entry_points.select(group=ENTRY_POINTS)]
-                except Exception as error:  # importlib has many words for text that is none
+                except Exception as error:  # importlib raises many types of error for malformed text
                     details = printable(package), printable(_words(error))
                     _log.warning("pretuned: the entry points of %s can't be read: %s", *details)
                     continue
@@ -300,7 +299,7 @@ def _entry_points() -> Iterator[EntryPoint]:
 
 
 def _words(error: BaseException) -> str:
-    """An error's text, or else its type: the error's own code makes its text, and that may raise anything, too."""
+    """An error's text, or its type if making the text fails: an error's own ``__str__`` may raise anything."""
     try:
         return str(error) or type(error).__name__
     except KeyboardInterrupt:
@@ -344,5 +343,5 @@ def _directories(spec: importlib.machinery.ModuleSpec | None) -> Iterator[Path]:
         return
     if spec.submodule_search_locations:
         yield from map(Path, spec.submodule_search_locations)
-    elif spec.has_location and spec.origin:  # (of what is built in that is a word, and no place)
+    elif spec.has_location and spec.origin:  # (the origin of a built-in module is not a path)
         yield Path(spec.origin).parent

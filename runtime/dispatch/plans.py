@@ -1,8 +1,8 @@
-"""Finds the variant that runs a call in place of its choice's own: a line of the plan that a bundle has for the cell.
+"""Finds the variant that runs a special call in place of the choice's own variant, by the bundle's plan for the cell.
 
-The bundle's builder decided it (``kernels/plans.py`` has the rule), so no times are compared here. Only quantised
-weights that no bundle has a choice for are decided now, by the cost model. A plan's variant that can't run here, or a
-row kernel that no usable bundle has, leaves the call to the choice's own variant.
+The bundle's builder wrote the plan (``kernels/plans.py`` has the rule), so no times are compared here. Only for
+quantised weights without a choice in any bundle, the cost model decides now. If a plan's variant can't run here, or no
+usable bundle has the row kernel that it needs, the choice's own variant runs the call.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def rows_first(
     aligned: bool = True,
     checks: bool = False,
 ) -> Planned | None:
-    """The variant that multiplies M rows gathered first; None: the choice for ``problem`` gathers them on load.
+    """The variant for M rows that a row kernel gathers first; None if the choice for ``problem`` gathers them on load.
 
-    ``fusion`` is all that the call does. ``top_k`` sorted rows read each row of x; it is 0 if x can't be gathered
-    first. ``checks``: the index has to be brought into range.
+    ``fusion`` has all fusions of the call. ``top_k`` sorted rows read each row of x; it is 0 if x can't be gathered
+    first. With ``checks`` the index must first be brought into range.
     """
-    while True:  # plan again if ``Rejected`` has dropped a bundle
+    while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             ran = own(snapshot, problem, M, local, aligned)
             if ran is None or not can_gather(snapshot, problem, local, top_k, aligned):
@@ -63,10 +63,10 @@ def fused_silu(
     top_k: int = 1,
     checks: bool = False,
 ) -> Planned | None:
-    """The variant with silu in its epilogue for M rows of ``problem``; None: the plain product, then the activation.
+    """The variant with silu in its epilogue for M rows of ``problem``; None if the activation runs after the product.
 
-    ``problem`` has ``Fusion.SILU``. A variant that gathers nothing is for rows gathered first. ``top_k`` and ``checks``
-    are as in ``rows_first``.
+    ``problem`` has ``Fusion.SILU``. If the call gathers and the returned variant does not, a row kernel gathers the
+    rows first. ``top_k`` and ``checks`` are as in ``rows_first``.
     """
     plain = plain_of(problem)
     if snapshot.invariance is not None:  # the fused kernel does not round h, but calls with a gradient do
@@ -83,9 +83,9 @@ def fused_silu(
 def quantised_x(
     snapshot: Snapshot, problem: Problem, other: DType, M: int, local: LocalGpu, *, top_k: int, aligned: bool = True
 ) -> Planned | None:
-    """The variant for M rows of ``problem``, which quantises x; None: the product of ``other`` leaves x as it is.
+    """The variant for M rows of ``problem``, which quantises x; None if the product in ``other`` runs, with bf16 x.
 
-    ``top_k`` sorted rows read each row of x if a row kernel gathers them, 0 says that none does.
+    ``top_k`` sorted rows read each row of x if a row kernel gathers them; it is 0 if none does.
     """
     bucket, plain = bucket_of(M), problem._replace(dtype=other)
     while True:  # again if ``Rejected`` has dropped a bundle
@@ -128,10 +128,10 @@ def of_codes(
     top_k: int,
     op: RowOp | None = RowOp.ORDER_CODES,
 ) -> Planned | None:
-    """The variant for M rows of ``problem`` whose x arrives as codes; None: no usable bundle has one.
+    """The variant for M rows of ``problem`` whose x arrives as codes; None if no usable bundle has one.
 
-    It is the variant of a call that quantises x, if there is one (``quantised_x``), else the best for codes. ``op`` is
-    the row kernel that provides the codes; None: x is bf16, and is quantised in any case.
+    The variant is that of ``quantised_x``, if there is one, else the best for codes. ``op`` is the row kernel that
+    provides the codes; None means that x is bf16 and must be quantised.
     """
     if lacks_for_codes(snapshot, problem, local, op) is not None:
         return None
@@ -150,12 +150,12 @@ def own(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: 
 
 
 def plain_of(problem: Problem) -> Problem:
-    """The product without silu."""
+    """The problem without silu in the epilogue."""
     return problem._replace(fusion=code_of(problem.op, problem.fusion & ~Fusion.SILU))
 
 
 def never_on_load(problem: Problem) -> bool:
-    """True if no kernel gathers rows as it loads them: for quantised weights none does."""
+    """True if no kernel for the problem can gather rows as it loads them; none can for quantised weights."""
     return problem.dtype.quantised
 
 
@@ -167,9 +167,9 @@ def can_gather(snapshot: Snapshot, problem: Problem, local: LocalGpu, top_k: int
 
 
 def lacks_for_codes(snapshot: Snapshot, problem: Problem, local: LocalGpu, op: RowOp | None = None) -> str | None:
-    """Why no kernel on this GPU can run the problem with quantised x, in words; None if one can.
+    """Why no kernel on this GPU can run the problem with quantised x, for messages; None if one can.
 
-    ``op`` is the row kernel that provides x's codes; None: the row kernel that quantises bf16 x.
+    ``op`` is the row kernel that provides x's codes; None means the row kernel that quantises bf16 x.
     """
     target = ARCHS.get(local.sm)
     if target is not None and not has_code(problem.op, problem.dtype, local.sm, problem.layout):
@@ -189,7 +189,7 @@ def lacks_for_codes(snapshot: Snapshot, problem: Problem, local: LocalGpu, op: R
 def modelled_is_faster(
     coded: Candidate, ran: Candidate, problem: Problem, bucket: int, local: LocalGpu, top_k: int
 ) -> bool:
-    """True if quantised x is faster by the cost model; False unless it chose both kernels."""
+    """True if the cost model says that quantised x is faster; False if it did not choose both kernels."""
     if (coded.match, ran.match) != (Match.COST_MODEL, Match.COST_MODEL):
         return False
     from ...kernels.chips import chip_named
@@ -210,7 +210,7 @@ def _instead(
     aligned: bool,
     checks: bool,
 ) -> Planned | None:
-    """The variant that the candidate's plan has for the call, if it can run here."""
+    """The variant that the candidate's plan names for the call; None if there is none, or it can't run here."""
     index = planned(ran.plan, way, top_k, checks=checks)
     if index is None:
         return None

@@ -15,13 +15,13 @@ from .snapshot import Rejected, Snapshot, Usable
 
 
 def ranked(snapshot: Snapshot, op: RowOp, dtype: DType, local: LocalGpu, *, aligned: bool) -> list[tuple[Usable, int]]:
-    """The kernels of this pass that ``local`` can run, best first: (bundle, variant's index).
+    """The variants of the row kernel ``op`` that ``local`` can run, best first: (bundle, variant's index).
 
-    Code for this very capability first, then aligned code, the later revision, the place of the bundle. Installed
-    packages are asked only if no other place has this version's own revision, so a bundle that an earlier version built
-    hides nothing; and of them those measured on this GPU first.
+    They rank by exact capability, aligned code, later revision, then the bundle's position in the search path.
+    Installed packages are read only if no other bundle has the revision of this version, so a bundle that an earlier
+    version built does not hide theirs. Of the packages, those measured on this GPU are read first.
     """
-    while True:  # rank again if ``Rejected`` has dropped a bundle
+    while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             kernels: list[tuple[Usable, int, Variant]] = []
             for asked in (

@@ -1,4 +1,4 @@
-"""The bundles that this process knows: one snapshot of all places, and which of them a GPU can use."""
+"""The bundles that this process knows: a snapshot of the bundle search path, and a view of what a GPU can use."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ class Usable(NamedTuple):
 
     @property
     def speaks_of_others(self) -> bool:
-        """True if its variants may run cells that it has no choice for: not if its build was compared with others.
+        """True if the bundle's variants may run cells for which it has no choice.
 
-        Those are as fast in such cells. Installed packages' variants always may: they are those other bundles.
+        False if its build was compared with other bundles: these are at least as fast in such cells. Always True for
+        installed packages, which are such other bundles.
         """
         return self.place.kind is Kind.INSTALLED or not self.bundle.producer.held_against
 
@@ -66,31 +67,30 @@ class View(NamedTuple):
     skipped: tuple[Skipped, ...]
 
     def demand_named_files(self) -> None:
-        """Raise the error of a file that PRETUNED_BUNDLES names and that can't be used."""
+        """Raise the error of the first file that PRETUNED_BUNDLES names and that can't be used, if there is one."""
         for skipped in self.skipped:
             if skipped.error is not None and skipped.place.names(skipped.path):
                 raise type(skipped.error)(blamed(str(skipped.error)))
 
 
 def blamed(reason: str) -> str:
-    """Why a file that PRETUNED_BUNDLES names can't be used, and what to do about its being named."""
+    """Why a file that PRETUNED_BUNDLES names can't be used, and what to do about it."""
     return f"{reason.rstrip('.')}. PRETUNED_BUNDLES names this file: correct the variable, or unset it"
 
 
 class Rejected(Exception):
-    """A bundle was found damaged and dropped while it was being read: no error, decide again without it."""
+    """Raised when a bundle turns out damaged and is dropped. Callers catch it and decide again without the bundle."""
 
 
 class Snapshot:
-    """The places as they were when they were first read. Bundles are immutable, so it never goes stale.
+    """The bundles of the search path, as they were when it was first read. Bundle files never change.
 
-    Everything that depends on which bundles there are is cached in the snapshot that it was made from. Dispatch has
-    ``decisions``, ``rankers``, and ``logged``, the outcomes that it has logged. The layers above have, each by a key of
-    its own, ``launchers`` of products, ``passes`` of row kernels, and ``plans``, the table of repeated calls.
-    ``put_off`` counts how often an untested kernel was not used for now, in a graph capture: decisions made meanwhile
-    are not cached.
-    With ``invariance`` decisions are such that a row's bits do not depend on its batch (``decide.py``).
-    A child of ``fork`` goes on with its parent's.
+    A snapshot has the caches of everything that depends on its bundles. Dispatch has ``decisions``, ``rankers``, and
+    ``logged``, the outcomes that it has logged. The layers above have ``launchers`` of products, ``passes`` (launchers
+    of row kernels), and ``plans``, the table of repeated calls. ``put_off`` counts the uses of untested kernels that
+    were postponed in a graph capture: decisions made meanwhile are not cached.
+    With ``invariance``, decisions are such that a row's bits do not depend on its batch (``decide.py``).
+    A child of ``fork`` keeps its parent's snapshot.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class Snapshot:
         keys: Keys | None = None,
         invariance: Invariance | None = None,
     ) -> None:
-        """``without`` is a file that is as if it were not there: a build leaves out the one that it replaces.
+        """``without`` is a file to ignore: a build ignores the bundle that it replaces.
 
-        ``keys``: what is not pretuned's own must be signed by one of them.
+        With ``keys``, bundles that are not pretuned's own must be signed by one of them.
         """
         self._installed = installed
         self._without = without
@@ -129,7 +129,7 @@ class Snapshot:
         self.put_off = 0
 
     def files(self, *, installed: bool) -> tuple[PlacedBundle, ...]:
-        """Return every bundle in search order, this process's own last; those of packages only if ``installed``."""
+        """Return every bundle in search order, this process's own last; installed packages' only with ``installed``."""
         return tuple(map(_read, self._files(installed=installed)))
 
     def _files(self, *, installed: bool) -> tuple[PlacedBundle, ...]:
@@ -144,7 +144,7 @@ class Snapshot:
     def _ask_packages(self) -> tuple[Place, ...]:
         """The directories of installed packages. Call it before any lock is taken: it may import these packages.
 
-        Another thread may be importing such a package, and that import may call pretuned and wait for the lock.
+        Another thread may be importing such a package, and this import may call pretuned and wait for the lock.
         """
         packages = self._packages
         if packages is None:
@@ -156,11 +156,11 @@ class Snapshot:
         place = Place(Kind.PROCESS, Path(bundle.path))
         with lock("bundles"):
             if all(file.bundle is not bundle for file in self._added):
-                self._views.clear()  # first, so that no forked child sees a bundle that the views lack
+                self._views.clear()  # first: no forked child may get views that lack the bundle
                 self._added += (PlacedBundle(place, place.path, bundle, None),)
 
     def view(self, local: LocalGpu, *, installed: bool) -> View:
-        """The bundles that ``local`` can use and those that it can't. Nothing is raised."""
+        """The bundles that ``local`` can use and those that it can't. Raises no error for a bundle."""
         key = (local.sm, local.gpu.driver, installed)
         if installed:
             self._ask_packages()
@@ -172,10 +172,10 @@ class Snapshot:
         return view
 
     def nearer_view(self, local: LocalGpu, kernels: frozenset[str] | None = None) -> View:
-        """Return ``view`` with only those bundles of installed packages that were measured on such a GPU.
+        """Return ``view`` without the installed packages' bundles that were not measured on this kind of GPU.
 
-        With ``kernels`` pretuned's own bundles must have one of them, too. Of other bundles nothing more is read:
-        most first calls need none of them.
+        With ``kernels``, bundles of pretuned itself must have one of these kernels, too. The excluded bundles are not
+        read: most first calls need none of them.
         """
         self._ask_packages()
         key = local, kernels
@@ -191,7 +191,7 @@ class Snapshot:
         return view
 
     def reserve(self, local: LocalGpu) -> View:
-        """Return the shipped candidates for such a GPU. The cost model chooses if no bundle has a problem."""
+        """Return the shipped candidates for this GPU, from which the cost model chooses if no bundle has a problem."""
         packages = self._ask_packages()
         with lock("bundles"):
             key = ("reserve", local.sm, local.gpu.driver)
@@ -204,9 +204,9 @@ class Snapshot:
         return view
 
     def find(self, bundle: BundleFile, problem: Problem) -> tuple[Choice, ...]:
-        """The bundle's choices for ``problem``, and its twin's of other buckets and GPUs.
+        """The bundle's choices for ``problem``, and those for its twin (``transposed``) at other buckets and GPUs.
 
-        Rejected where their records are damaged.
+        Raises Rejected if records are damaged.
         """
         key = (bundle.digest, problem)
         choices = self._choices.get(key)
@@ -214,7 +214,7 @@ class Snapshot:
             twin = self._twin(bundle, problem)
             try:
                 choices, other = bundle.find(problem), bundle.find(twin) if twin is not None else ()
-                if choices and other:  # what was merged may have each name of one product of another GPU
+                if choices and other:  # a merged bundle may have the problem for one GPU, its twin for another
                     own = {(choice.bucket, choice.gpu) for choice in choices}
                     other = tuple(choice for choice in other if (choice.bucket, choice.gpu) not in own)
                 choices = self._choices[key] = choices + other
@@ -224,7 +224,7 @@ class Snapshot:
         return choices
 
     def variant(self, bundle: BundleFile, index: int) -> Variant:
-        """Variant ``index`` of the bundle; Rejected where its record is damaged."""
+        """Variant ``index`` of the bundle; raises Rejected if its record is damaged."""
         try:
             return bundle.variant(index)
         except BundleError as error:
@@ -232,9 +232,9 @@ class Snapshot:
             raise Rejected from error
 
     def variants(self, bundle: BundleFile, problem: Problem | RowOpSpec) -> tuple[tuple[int, Variant], ...]:
-        """The bundle's variants of this kind, and of its twin's, or of a pass, with their indices.
+        """The bundle's variants of the kind of a problem and its twin, or of a row kernel, with their indices.
 
-        Rejected where records are damaged.
+        Raises Rejected if records are damaged.
         """
         names = [problem, self._twin(bundle, problem) if isinstance(problem, Problem) else None]
         return tuple(itertools.chain.from_iterable(self._of_kind(bundle, name) for name in names if name is not None))
@@ -252,15 +252,15 @@ class Snapshot:
         return variants
 
     def _twin(self, bundle: BundleFile, problem: Problem) -> Problem | None:
-        """``problem.transposed``; None for what this process compiled or tuned: processes must not differ."""
+        """``problem.transposed``; None for bundles that this process built: processes must not differ."""
         return None if any(file.bundle is bundle for file in self._added) else problem.transposed
 
     def having(self, problem: Problem, local: LocalGpu) -> list[Usable]:
-        """The bundles that have a variant of ``problem``'s kind; if there are none, the shipped candidates that have.
+        """The bundles that have a variant of ``problem``'s kind; if there are none, the shipped candidates that do.
 
-        Never candidates for silu in the epilogue: it is used only if measured times say so, and they have none.
+        There are no candidates for silu in the epilogue: it needs measured times, and candidates have none.
         """
-        while True:  # ``Rejected`` has dropped a bundle: try the others
+        while True:  # again if ``Rejected`` has dropped a bundle
             with contextlib.suppress(Rejected):
                 bundles = [
                     usable
@@ -276,26 +276,26 @@ class Snapshot:
         return bool(self.having(problem, local))
 
     def reconsider(self) -> None:
-        """Decide again: a variant failed its test on a GPU (runtime/self_test_results.py)."""
+        """Clear all decisions, because a variant failed its test on a GPU (runtime/self_test_results.py)."""
         with lock("bundles"):
             self.rankers.clear()
             self.decisions.clear()
 
     def reject(self, bundle: BundleFile, error: BundleError) -> None:
-        """Drop a bundle that turned out damaged while it was read: all views and decisions are computed again."""
+        """Drop a bundle whose records are damaged. All views and decisions are computed again."""
         with lock("bundles"):
             self._rejected[bundle] = error
             self._views.clear()
             self.reconsider()
 
     def fingerprint(self, local: LocalGpu) -> str:
-        """Digest (hex) of usable bundles, candidates, wrong code and the GPU: equal on ranks that choose alike."""
+        """Digest (hex) of usable bundles, candidates, wrong variants and the GPU; equal on ranks that choose alike."""
         gpu = local.gpu
         digest = hashlib.sha256(f"{gpu.name}\n{local.sm}\n{gpu.sm_count}\n{gpu.memory_mib}\n".encode())
         for usable in (*self.view(local, installed=True).usable, *self.reserve(local).usable):
             if (
                 usable.place.kind is not Kind.PROCESS or usable.bundle.gpus
-            ):  # without GPUs it was compiled here, which depends on earlier calls
+            ):  # without GPUs the bundle was compiled by this process, which depends on its calls
                 digest.update(usable.bundle.digest)
         digest.update(b"".join(self_test_results.left_out(local)))
         if hooks.jit_allowed():
@@ -309,7 +309,7 @@ class Snapshot:
             topic = entry.path, entry.reason  # (errors differ: each view makes its own)
             if topic not in self.logged:
                 self.logged.add(topic)
-                # A directory for several capabilities is ordinary; everything else wants a look.
+                # A bundle for another capability is ordinary; other reasons are warnings.
                 ordinary = entry.error is None or isinstance(entry.error, TargetMismatch)
                 level = logging.INFO if ordinary else logging.WARNING
                 _log.log(level, "pretuned: skipping %s: %s", printable(str(entry.path)), printable(entry.reason))
@@ -333,7 +333,7 @@ def snapshot() -> Snapshot:
 
 
 def _with_made(read: Settings, invariance: Invariance | None) -> Snapshot:
-    """A snapshot with what this process has made and keeps, unless all must be signed."""
+    """A snapshot with the bundles that this process made (``keep``), unless all bundles must be signed."""
     taken = take(read)
     taken.invariance = invariance
     for bundle in _kept if taken.keys is None else ():
@@ -342,10 +342,10 @@ def _with_made(read: Settings, invariance: Invariance | None) -> Snapshot:
 
 
 def take(read: Settings, without: Path | None = None) -> Snapshot:
-    """A new snapshot of the places that ``read`` names, but for the file ``without``; its keys are read first."""
+    """A new snapshot of the search path that ``read`` gives, except the file ``without``."""
     keys = None
     if read.trusted_keys is not None:
-        from ...artifacts.signature import read_keys  # here, as most processes want no signature
+        from ...artifacts.signature import read_keys  # imported here: most processes need no signatures
 
         keys = read_keys(str(read.trusted_keys), f"{TRUSTED_KEYS}={read.trusted_keys}")
         for fault in keys.faults:
@@ -364,7 +364,7 @@ def forget_made() -> None:
 
 
 def forget() -> None:
-    """Makes the next ``snapshot()`` read the places again. Bundles that are in use stay open."""
+    """Have the next ``snapshot()`` read the search path again. Bundles in use stay open."""
     with lock("snapshot"):
         hooks.snapshot = None
         hooks.in_blocks.clear()
@@ -382,7 +382,7 @@ def _is_near(file: PlacedBundle, local: LocalGpu, kernels: frozenset[str] | None
 
 
 def _read(file: PlacedBundle) -> PlacedBundle:
-    """Read a file's index; return the file, or the file with the error that this meets."""
+    """Read a file's index. Return the file, with the error if reading fails."""
     try:
         if file.bundle is not None:
             file.bundle.variant_count  # noqa: B018 - reads the index
@@ -416,5 +416,5 @@ def _view(
             usable.append(Usable(first + len(usable), file.place, bundle))
             continue
         if bundle is not None:
-            bundle.rest()  # of another GPU, perhaps, which reads it again
+            bundle.rest()  # perhaps another GPU's bundle, which reads the index again
     return View(tuple(usable), tuple(skipped))

@@ -1,7 +1,7 @@
-"""The words that hand out a kernel's tiles: an int32 on the device, zero before a launch and zero after it.
+"""Counters by which a kernel's programs take tiles: an int32 each on the device, zero before and after each launch.
 
-Launches of one stream follow each other, so each stream has a word. A launch that a graph captures has one
-of its own: the graph may be replayed on any stream.
+Launches of one stream run one after another, so each stream has a counter. A launch that a graph captures has its own
+counter: the graph may be replayed on any stream.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from . import cuda
 
 _BLOCK_WORDS = 16384  # 64 KiB of device memory at a time
 _WORD_BYTES = 4
-_PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, but a stream for each thread
+_PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, but a different stream in each thread
 
 
 class Counters:
-    """Words of one device. Any thread may take one."""
+    """The counters of one device. Any thread may take one."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -27,7 +27,7 @@ class Counters:
         self._next = self._end = 0
 
     def take(self, stream: int) -> int:
-        """The address of a zeroed word for a launch on ``stream``, which is torch's current one.
+        """The address of a zeroed counter for a launch on ``stream``, which must be torch's current stream.
 
         Raises
         ------
@@ -43,7 +43,7 @@ class Counters:
         return word
 
     def forget(self, stream: int) -> None:
-        """Have the next launch on ``stream`` take another word: this one may not be zero."""
+        """Have the next launch on ``stream`` take another counter: its present one may not be zero."""
         for key in [key for key in self._by_stream if key[0] == stream]:
             self._by_stream.pop(key, None)
 

@@ -1,6 +1,6 @@
-"""The only code that talks to CUDA: ctypes on libcuda.so.1, nothing compiled.
+"""The only code that calls CUDA: ctypes on libcuda.so.1, nothing compiled.
 
-Every call is from the CUDA driver API reference manual. PyTorch owns the context: code is loaded
+Every call is in the CUDA driver API reference manual. PyTorch owns the context: code is loaded
 into the device's primary context, and launches go to the stream that the caller names.
 """
 
@@ -30,8 +30,8 @@ _MULTIPROCESSOR_COUNT = 16  # CUdevice_attribute
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 _NAME_BYTES = 256
 _OUT_OF_MEMORY = 2
-# How CUDA words the errors that a kernel causes, and not the machine (an uncorrectable ECC error, a GPU that is gone):
-# codes 700, 702, 710, 714 to 719 and 721.
+# CUDA's texts of the errors that a kernel causes (codes 700, 702, 710, 714 to 719 and 721). Errors of the machine, such
+# as an uncorrectable ECC error or a GPU that is gone, are not in the list.
 _FAULTS = (
     "an illegal memory access was encountered",
     "the launch timed out",
@@ -54,11 +54,11 @@ class DriverLacks(CudaError):
 
 
 class Unfinished(CudaError):
-    """A self-test that hung, or ended in a fault of the GPU: this process can't use the GPU any more."""
+    """A self-test hung, or ended in a fault of the GPU: this process can't use the GPU any more."""
 
 
 class Unusable(CudaError):
-    """The GPU can't be used by this process any more, or is held by others."""
+    """This process can't use the GPU: after a fault, or because other processes have it."""
 
 
 class OutOfMemory(CudaError):
@@ -66,7 +66,7 @@ class OutOfMemory(CudaError):
 
 
 class CodeUnread(CudaError):
-    """The driver can't read code: it is older than what made the code."""
+    """The driver can't read a cubin: it is older than the compiler that built the cubin."""
 
 
 class Function(NamedTuple):
@@ -104,14 +104,14 @@ _PROTOTYPES: dict[str, tuple[object, ...]] = {
         c_uint,
         c_void_p,
         c_char_p,
-        c_char_p,  # of uint64
+        c_char_p,  # an array of uint64
         c_char_p,
         c_char_p,
         c_int,
         c_int,
         c_int,
         c_int,
-    ),  # of uint32 values
+    ),  # arrays of uint32
     "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
     "cuMemAlloc_v2": (POINTER(c_void_p), c_size_t),
     "cuMemsetD8Async": (c_void_p, c_ubyte, c_size_t, c_void_p),
@@ -128,7 +128,7 @@ def library() -> ctypes.CDLL:
     Raises
     ------
     CudaError
-        where there is no driver; DriverLacks where it is older than CUDA 12.
+        if there is no driver; DriverLacks if the driver is older than CUDA 12.
     """
     try:
         lib = ctypes.CDLL("libcuda.so.1")
@@ -148,13 +148,13 @@ def library() -> ctypes.CDLL:
 
 @cache
 def launch_kernel() -> Callable[[object, object, object, None], int]:
-    """cuLaunchKernelEx for arguments that ``argument`` made: converting them is a tenth of a launch."""
-    function: Any = library()["cuLaunchKernelEx"]  # a function of its own, without the types that library() set
+    """cuLaunchKernelEx, for arguments that ``argument`` has converted: converting takes a tenth of a launch's time."""
+    function: Any = library()["cuLaunchKernelEx"]  # a new function object, without the argtypes that library() set
     return function  # type: ignore[no-any-return]
 
 
 def argument(address: int) -> object:
-    """An address as ``launch_kernel`` takes it, to be kept and used again."""
+    """Convert an address to an argument of ``launch_kernel``, which can be used any number of times."""
     converted: object = c_void_p.from_param(address)
     return converted
 
@@ -171,15 +171,15 @@ def check(code: int, call: str) -> None:
 
 
 def is_fault(error: Exception) -> bool:
-    """True if an error of torch or the driver is a fault of a kernel, such as an access to other memory."""
+    """True if an error of torch or the driver is a kernel's fault, such as an illegal memory access."""
     return any(words in str(error) for words in _FAULTS)
 
 
 def recover(code: int, what: str, device: int, call: Callable[..., int], *arguments: object) -> None:
-    """Make ``call(*arguments)`` again in the device's context, or raise, as it returned ``code`` and not success.
+    """Handle a driver call that returned ``code``: repeat ``call(*arguments)`` in the device's context, or raise.
 
-    A thread, of autograd's say, that has not touched CUDA yet has no context: it gets the device's, and the call is
-    made once more. Any other code is a CudaError, which begins with ``what``.
+    A thread that has not used CUDA yet, such as autograd's, has no context: it gets the device's, and the call is
+    repeated once. Any other code raises CudaError, whose text begins with ``what``.
     """
     if code == INVALID_CONTEXT:
         make_current(device)
@@ -189,7 +189,7 @@ def recover(code: int, what: str, device: int, call: Callable[..., int], *argume
 
 @cache
 def driver_version() -> int:
-    """The CUDA version that the driver supports, as 12080 for 12.8. Needs no GPU and no context."""
+    """The CUDA version that the driver supports, such as 12080 for 12.8. Needs no GPU and no context."""
     version = c_int()
     check(library().cuDriverGetVersion(byref(version)), "cuDriverGetVersion")
     return version.value
@@ -215,7 +215,7 @@ class Properties(NamedTuple):
 
 
 def properties(index: int) -> Properties:
-    """The GPU of this ordinal, which is torch's index. Asks the driver alone: torch also asks NVML, for 0.3 ms."""
+    """The properties of torch's GPU ``index``, by the driver alone: torch also asks NVML, which takes 0.3 ms."""
     lib, handle, name, memory = library(), _device(index), bytearray(_NAME_BYTES), c_size_t()
     check(lib.cuDeviceGetName(addressof(c_char.from_buffer(name)), _NAME_BYTES, handle), "cuDeviceGetName")
     check(lib.cuDeviceTotalMem_v2(byref(memory), handle), "cuDeviceTotalMem")
@@ -244,7 +244,7 @@ def _device(index: int) -> c_int:
 
 
 def make_current(device: int) -> None:
-    """Bind the device's primary context to this thread, where nothing has bound one yet."""
+    """Bind the device's primary context to this thread, if the thread has no context yet."""
     check(library().cuCtxSetCurrent(primary_context(device)), "cuCtxSetCurrent")
 
 
@@ -269,7 +269,7 @@ def load(cubin: bytes, entry: str, *, threads: int, shared_bytes: int, device: i
     Raises
     ------
     CudaError
-        where the driver refuses the code; CodeUnread where it can't read it.
+        if the driver refuses the code; CodeUnread if the driver is too old to read it.
     """
     lib, module, handle, per_sm = library(), c_void_p(), c_void_p(), c_int()
     with relaxed(device):
@@ -278,7 +278,7 @@ def load(cubin: bytes, entry: str, *, threads: int, shared_bytes: int, device: i
         if shared_bytes > _SHARED_WITHOUT_ASKING_BYTES:
             code = lib.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
             check(code, f"cuFuncSetAttribute({entry}, {shared_bytes} bytes of shared memory)")
-        if hasattr(lib, "cuFuncLoad"):  # CUDA 12.4: under lazy loading the first launch would load it
+        if hasattr(lib, "cuFuncLoad"):  # from CUDA 12.4 on; with lazy loading, the first launch would load the kernel
             _check_code(lib.cuFuncLoad(handle), f"cuFuncLoad({entry})")
         code = lib.cuOccupancyMaxActiveBlocksPerMultiprocessor(byref(per_sm), handle, threads, shared_bytes)
         check(code, f"cuOccupancyMaxActiveBlocksPerMultiprocessor({entry})")
@@ -288,7 +288,7 @@ def load(cubin: bytes, entry: str, *, threads: int, shared_bytes: int, device: i
 
 
 def _check_code(code: int, call: str) -> None:
-    """Run ``check`` for a call that may be the first to read code (with lazy loading a later call is)."""
+    """Run ``check`` for a call that may read code; with lazy loading, a later call than the first reads it."""
     try:
         check(code, call)
     except CudaError as error:
@@ -298,7 +298,7 @@ def _check_code(code: int, call: str) -> None:
 def zeroed(size_bytes: int, device: int) -> int:
     """Return new zeroed device memory, kept for the life of the process. A stream of its own sets it to zero.
 
-    The call waits for that, so inside a graph capture it is no part of the graph.
+    The function waits for that stream, so during a graph capture the zeroing is not part of the graph.
 
     Raises
     ------

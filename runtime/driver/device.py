@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 class Device:
     """A GPU of this process, torch's ``cuda:index``, and all that is loaded on it. It lasts as long as the process.
 
-    ``kernels`` are the loaded kernels by the record of the variant. ``places`` are these kernels by bundle digest and
-    the variant's number in the bundle (``launch/loader.py``). A place is in ``trusted`` if its code was tested on this
+    ``kernels`` has the loaded kernels by the variant's record. ``places`` has the same kernels by bundle digest and the
+    variant's number in the bundle (``launch/loader.py``). Such a key is in ``trusted`` if its code was tested on this
     capability, beforehand or here (``launch/self_test.py``). Modules that need the driver are imported at their first
     use: a process without a GPU has no driver.
     """
@@ -42,10 +42,10 @@ class Device:
         self._counters: Counters | None = None
         self._gpu: LocalGpu | None = None
 
-    # (No functools.cached_property: up to Python 3.11 it has a lock, which a child of ``fork`` may find taken.)
+    # Not functools.cached_property: up to Python 3.11 it has a lock, which may be locked in a child of ``fork``.
     @property
     def counters(self) -> Counters:
-        """The words that kernels count with; made when one first needs them."""
+        """The device's tile counters, made at first use."""
         if self._counters is None:
             from .counters import Counters
 
@@ -56,7 +56,7 @@ class Device:
     def gpu(self) -> LocalGpu:
         """The GPU's model and capability: from the driver, or from torch if bundles can't be launched; asked once.
 
-        (There may be no CUDA driver there. AMD's GPUs are of no capability.)
+        Without a driver for bundles, the GPU may be AMD's, which has no capability.
         """
         if self._gpu is None:
             self._gpu = self._asked()
@@ -90,7 +90,7 @@ devices: dict[int, Device] = {}  # the devices in use, by number; ``device`` add
 
 
 def device(index: int) -> Device:
-    """The GPU that torch calls ``cuda:index``; nothing is asked of it yet."""
+    """The Device for torch's ``cuda:index``. Does not query the GPU."""
     return devices.get(index) or devices.setdefault(index, Device(index))
 
 
@@ -122,14 +122,14 @@ def _empty_on_current(size: tuple[int, ...], strides: tuple[int, ...], dtype: to
     return torch.empty_strided(size, strides, dtype=dtype, device="cuda")
 
 
-# On the current device. What torch's own compiled code allocates with: half the host time of torch.empty_strided.
+# Allocates on the current device. torch's compiled code uses this function: half the host time of torch.empty_strided.
 empty: Allocator = getattr(
     getattr(getattr(_C, "_dynamo", None), "guards", None), "_empty_strided_cuda", _empty_on_current
 )
 
 
 def allocator(device: torch.device) -> Allocator:
-    """``empty`` for a CUDA device, which has to be the current one; else what allocates on ``device``."""
+    """``empty`` for a CUDA device, which must be the current one; else a function that allocates on ``device``."""
     if device.type == "cuda":
         return empty
     return lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype, device=device)
@@ -139,7 +139,7 @@ def _stream_of(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-# The stream that torch has current on a device, as the driver takes it.
+# torch's current stream on a device, as a handle of the driver.
 current_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _stream_of)
 
 
@@ -157,7 +157,7 @@ _HERE = contextlib.nullcontext()
 
 
 def on(device: int) -> contextlib.AbstractContextManager[object]:
-    """Makes a GPU torch's current one for a while. The host's, -1, needs nothing."""
+    """A context in which ``device`` is torch's current GPU. -1, the host, changes nothing."""
     return _HERE if device < 0 or device_is_current(device) else torch.cuda.device(device)
 
 
@@ -175,13 +175,13 @@ def platform_supported() -> bool:
 
 
 def platform_name() -> str:
-    """The platform as a message names it, e.g. ``linux x86_64``."""
+    """The platform's name for messages, e.g. ``linux x86_64``."""
     return f"{sys.platform} {platform.machine()}{' with ROCm' if torch.version.hip else ''}"
 
 
 @functools.cache
 def tell_unsupported() -> None:
-    """Say, once, that the launcher does not work here."""
+    """Log, once, that the launcher does not work here."""
     what = "pretuned: bundles run on linux x86_64 and aarch64, this is %s: grouped GEMM runs on torch"
     _log.warning(what, platform_name())
 
@@ -191,7 +191,7 @@ def tf32_allowed(dtype: torch.dtype) -> bool:
     if dtype is not torch.float32:
         return False
     matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)  # the newer setting also answers for the older ones
+    precision = getattr(matmul, "fp32_precision", None)  # the newer setting reflects the older ones
     return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
 
 

@@ -1,7 +1,7 @@
-"""The one launcher: made of the arguments that a kernel declares, it fills a block of them and calls the driver.
+"""The launcher of all kernels: it fills a block of memory with a kernel's declared arguments, and calls the driver.
 
-The hot paths are what ``Launcher.bind`` makes. Blocks are taken from a list and put back, so
-that threads (ctypes gives up the GIL in the call), signal handlers and finalizers never share one.
+The hot paths are the functions of ``Launcher.bind``. Blocks are taken from a list and put back, so that threads (ctypes
+releases the GIL in the call), signal handlers and finalizers never share a block.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ MOST_PROGRAMS = 2**30  # program_id + num_programs must fit int32
 _MOST_BOUND = 256
 _MOST_SIZED = 1024  # cached sizes, 0.5 KB each
 
-# As ``Memory``, with its two addresses as the driver's function takes them.
+# ``Memory`` with its two addresses converted to arguments of the driver's function.
 _Block: TypeAlias = "tuple[bytearray, int, object, object, c_char]"
 Grid: TypeAlias = Callable[[int, int], int]  # (rows, index_end) -> programs
 Run: TypeAlias = "Callable[..., None]"  # (M, stream, *addresses): see Launcher.bind
 Behind: TypeAlias = "tuple[tuple[str, int, int], ...]"
-# A launch's bytes: up to its stream, after the first address, after the second, and after each of the others
+# The cached bytes of a launch: before the stream, after the first address, after the second, after each other address.
 _Sized: TypeAlias = "tuple[bytes, bytes, bytes, tuple[bytes, ...]]"
 MAP_BYTES = 128
 MAP_ALIGNMENT_BYTES = 64
 _CACHED = 256
-# A known issue of NVIDIA's driver (release notes of 595.71.05): on Blackwell a descriptor of memory under 128 KiB that
-# is no dense tensor may touch memory behind it. They ask to clear this bit, 85 of the descriptor: 5 of its byte 10.
+# A known issue of NVIDIA's driver (release notes of 595.71.05): on Blackwell a descriptor of less than 128 KiB that is
+# not a dense tensor may touch memory past its end. The notes say to clear the descriptor's bit 85: bit 5 of byte 10.
 _FAR = 128 << 10
 _PROBES_FAR = 1 << 5
 _OTHER_ADDRESS = 0x7FFFFFF0  # XOR with it gives another aligned address
@@ -44,13 +44,13 @@ _ELEMENT_BYTES = {0: 1, 2: 4, 6: 2, 7: 4, 9: 2, 11: 4}  # bytes of each CUtensor
 
 Words: TypeAlias = "tuple[tuple[str, str], ...]"  # (name, kind): ptr, i32, i64, desc2, desc3, desc4
 
-# (memory to pack into, the offset in it, addresses of the launch configuration and of the pointers, what pins it all)
+# (memory to pack into, offset in it, address of the launch configuration, address of the pointers, a pin on the memory)
 Memory: TypeAlias = "tuple[bytearray, int, int, int, c_char]"
 
-_WORD_BYTES = 8  # of each argument that is no descriptor
+_WORD_BYTES = 8  # size of an argument that is not a descriptor
 _CODES = {"ptr": "Q", "i64": "q", "i32": "i4x"}
 _REST = f"{MAP_BYTES - _WORD_BYTES}s"  # format of a descriptor's bytes after its first word, the address
-_PROGRAMS = "I28s"  # CUlaunchConfig up to its stream
+_PROGRAMS = "I28s"  # CUlaunchConfig before its stream
 _STREAM = "Q16x"  # the rest of CUlaunchConfig: a stream, no attributes
 _TAIL = struct.Struct("=6I4x")
 
@@ -60,7 +60,7 @@ class TensorMaps:
 
     @classmethod
     def of(cls, variant: Variant, argument: str, device: int) -> TensorMaps | None:
-        """None where the argument is a plain pointer."""
+        """The descriptors of an argument; None if it is a plain pointer."""
         plans = [plan for plan in variant.tensor_maps if plan.argument == argument]
         return cls(plans[0], device) if plans else None
 
@@ -76,10 +76,10 @@ class TensorMaps:
     def split(
         self, key: tuple[int, int, int], sizes: tuple[int, ...], strides: tuple[int, ...]
     ) -> tuple[int, bytes, bool]:
-        """The first eight bytes of a descriptor as a number, the rest, and whether those are of any address.
+        """The first eight bytes of a descriptor as a number, its other bytes, and whether these fit any address.
 
-        They are if the driver puts the address first and nothing else depends on it. (PTX's tensormap.replace changes
-        the address alone, too.) That is asked of the driver once, by a second descriptor.
+        They do if the driver puts the address first and no other byte depends on it. The first call tests that, by a
+        second descriptor with another address. (PTX's tensormap.replace changes the address alone, too.)
         """
         encoded = self.cached.get(key) or self.encode(key, sizes, strides)
         if self._leads is None:
@@ -89,7 +89,7 @@ class TensorMaps:
         return int.from_bytes(encoded[:8], "little"), encoded[8:], self._leads
 
     def encode(self, key: tuple[int, int, int], sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-        """The descriptor, 128 bytes, kept under ``key``, which begins with the address.
+        """The descriptor, 128 bytes, cached under ``key``, whose first field is the address.
 
         ``sizes`` and ``strides`` are in elements, outermost dimension first; the last dimension's stride is 1.
 
@@ -141,9 +141,9 @@ def _word(number: int) -> bytes:
 
 @functools.cache
 def repeats_rows(device: int) -> bool:
-    """True if the driver encodes a descriptor with a row stride of 0, so that all rows are the first one.
+    """True if the driver accepts a descriptor with a row stride of 0, whose rows are all the first row.
 
-    CUDA's documentation asks for a multiple of 16 below 2^40. This encodes one for a made-up address; nothing reads it.
+    CUDA's documentation asks for a multiple of 16 below 2^40. The test encodes a descriptor that nothing reads.
     """
     try:
         TensorMaps(TensorMap("x", 9, (16, 64), 3), device).encode((MAP_BYTES, 0, 0), (16, 64), (0,))
@@ -155,17 +155,17 @@ def repeats_rows(device: int) -> bool:
 class BlockLayout:
     """The offsets of a kernel's arguments in the memory block of a launch, and the structures that pack them.
 
-    A block is one piece of memory with all that the driver reads of a launch: first the words that a call gives, then
-    CUlaunchConfig, the words that a launch adds, the words that stay as they are, and an address for each parameter. It
-    is taken by one launch at a time.
+    A block is a piece of memory with all that the driver reads for a launch, in this order: the words of a call,
+    CUlaunchConfig, the words that a launch adds, the constant words, and an address for each parameter. One launch at
+    a time uses a block.
 
-    ``words`` are the kernel's arguments in its order. A call gives the values of ``early``, a launch those of ``late``,
-    and ``fixed`` is the same in every launch; a word that the kernel does not have takes up room and is not read. Of a
-    word that both name, the kernel's kind counts: a descriptor has two values, its first
-    eight bytes and the rest, and ``maps`` names the sizes and strides that follow it.
+    ``words`` are the kernel's arguments in its order. A call sets the words of ``early``, a launch those of ``late``,
+    and ``fixed`` are equal in every launch. A word that the kernel does not declare takes up space and is not read. If
+    ``words`` has a word, its kind there counts. A descriptor has two values, its first eight bytes and the rest;
+    ``maps`` names the sizes and strides that follow it.
 
-    ``whole`` packs ``early``, programs, ``tail``, the stream and ``late`` into a block; ``head`` packs what comes
-    before the stream into bytes, which a launch (``launch``) has in place of those.
+    ``whole`` packs ``early``, programs, ``tail``, the stream and ``late`` into a block. ``head`` packs all before the
+    stream into bytes, which can be cached; the structure of ``launch`` takes these bytes.
     """
 
     __slots__ = ("_base", "_config", "_fixed", "_late", "_offsets", "_places", "_size", "head", "tail", "whole")
@@ -195,14 +195,14 @@ class BlockLayout:
         self._fixed = struct.pack(f"={''.join(codes)}", *constants.values())
         parts = ((name, *(maps[name] if kind.startswith("desc") else ())) for name, kind in words)
         places = [self._offsets[part] for group in parts for part in group]
-        self._places = [*places, *[self._offsets["null"]] * 2]  # two scratch pointers that every kernel takes: none
+        self._places = [*places, *[self._offsets["null"]] * 2]  # every Triton kernel takes two scratch pointers: null
         self._size = self._base + _WORD_BYTES * len(self._places)
 
     def launch(self, varies: Sequence[bool]) -> tuple[struct.Struct, list[struct.Struct]]:
         """The structure that packs ``head``'s bytes, the stream, and the late words that vary from launch to launch.
 
-        From the fourth of these on, bytes follow each of them: the rest of its descriptor and the words that don't
-        vary. The other structures pack those bytes.
+        Bytes follow each varying word from the fourth on: the rest of its descriptor, and the words that don't vary.
+        The other structures pack these bytes.
         """
         words: list[str] = []
         behind: list[str] = []
@@ -217,7 +217,7 @@ class BlockLayout:
         return struct.Struct(f"={self.head.size}s{_STREAM}{''.join(words)}"), constant
 
     def new(self) -> Memory:
-        """A block of its own memory."""
+        """Allocate a block."""
         places = self._places
         memory = bytearray(self._size + MAP_ALIGNMENT_BYTES)
         pin = c_char.from_buffer(memory)
@@ -225,7 +225,7 @@ class BlockLayout:
         base = addressof(pin) + offset
         fixed = offset + self._base - len(self._fixed)
         memory[fixed : fixed + len(self._fixed)] = self._fixed
-        # (No array of ctypes: to make its type costs more than all the rest here.)
+        # Not a ctypes array: making its type takes longer than all the rest of this function.
         struct.pack_into(f"={len(places)}Q", memory, offset + self._base, *(base + place for place in places))
         return memory, offset, base + self._config, base + self._base, pin
 
@@ -261,14 +261,14 @@ class Blocks:
         self.new, self.refused, self.free = new, refused, [new()]
 
     def whole(self) -> Callable[[tuple[int | bytes, ...]], None]:
-        """A function that packs all values of ``layout.whole`` and launches them."""
+        """A function that packs all values of ``layout.whole`` into a block and launches the kernel."""
         take, new, give, handle, refused = self.free.pop, self.new, self.free.append, self.handle, self.refused
         driver_launch, pack = self.launch, self.layout.whole.pack_into
 
         def launch(values: tuple[int | bytes, ...]) -> None:
             try:
                 block = take()
-            except IndexError:  # each is in use by another thread
+            except IndexError:  # other threads use all blocks
                 block = new()
             memory, offset, config, pointers, _ = block
             pack(memory, offset, *values)
@@ -283,11 +283,11 @@ class Blocks:
 class Launcher:
     """Launches one loaded kernel. It does not synchronise, and any thread may call it.
 
-    It is made of the kernel's declared arguments, of which a call gives those that neither a launch adds (``late``; the
-    descriptor of a result: ``stored``) nor all launches have (``fixed``). ``shapes`` says what descriptors describe. A
-    pointer ``NAME_map`` is NAME by a descriptor, one ``NAME_at`` the address of NAME, which is a descriptor itself.
-    ``operands`` names the addresses that a function of ``bind`` takes, and ``each`` the numbers that it fills in
-    itself.
+    The kernel declares its arguments. A launch adds those of ``late``, and the result's descriptor (``stored``); those
+    of ``fixed`` are equal in all launches; a call gives the others. ``shapes`` says which shapes descriptors have. The
+    argument ``NAME_map`` is a descriptor of NAME; ``NAME_at`` is the address of NAME if NAME itself is a descriptor.
+    ``operands`` names the addresses that a function of ``bind`` takes, and ``each`` the numbers that this function
+    fills in itself.
     """
 
     __slots__ = ("_blocks", "_bound", "_fills", "_layout", "_numbers", "_pick", "operands")
@@ -309,7 +309,7 @@ class Launcher:
         operands = [(name, kind) for name, kind in pointers if name not in added]
         numbers = [name for name, kind in kinds.items() if kind[0] == "i" and name not in {*fixed, *each}]
         described = {name: shapes[name] for name, kind in pointers if kind[0] == "d"}
-        # Place of an operand -> (its descriptors, and the first three fields of its ``TensorShape``).
+        # Index of an operand -> its descriptors, and the first three fields of its ``TensorShape``.
         self._fills = {
             at: (TensorMaps(plan, function.device), *described[name][:3])
             for at, (name, _) in enumerate(operands)
@@ -331,12 +331,12 @@ class Launcher:
         self._pick, self._numbers = _picks(*self.operands), _picks(*numbers)
 
     def bind(self, **how: Any) -> Run:
-        """A function (M, stream, *addresses), of the addresses of ``operands``, with the numbers of a kind of call.
+        """A cached function (M, stream, *addresses) that launches calls with these numbers; addresses of ``operands``.
 
-        Beside those that the kernel takes by name, ``behind`` has operands that begin some bytes, and so many more for
-        each row, behind the address that is given for them. A row of a row kernel's launch is of ``per`` sorted rows;
-        of a product ``index_end`` is M with ``all_rows``, and the function takes no address of ``absent`` operands,
-        which are null. The function is kept.
+        ``how`` has the kernel's numbers by name, and these options. ``behind`` has (operand, bytes, bytes for each
+        row): the operand begins that far past its address. ``per``: the sorted rows for each row of a row kernel's
+        launch. ``all_rows``: a product's ``index_end`` is M. ``absent``: operands of a product that are null; the
+        function takes no address for them.
         """
         key = tuple(how.items())
         run = self._bound.get(key)
@@ -353,19 +353,19 @@ class Launcher:
 class ProductLauncher(Launcher):
     """Launches one product for one kind of call. It does not synchronise, and any thread may call it.
 
-    ``result`` is the argument that is stored to; it, m_sizes, the counter of the tiles and the result's descriptor are
-    filled in as it is launched. ``grid(M, index_end)`` counts the programs. Pointers that are not ``required`` may be
-    left out: they are null. ``zeroes`` says that the rows of the result that nothing is stored to become zero, and
-    ``plain_scales`` that the kernel reads ``ExpertWeights.plain_scale``.
+    ``result`` is the argument that the kernel stores to. Each launch fills in the result, its descriptor, m_sizes and
+    the tile counter. ``grid(M, index_end)`` is the number of programs. Pointers that are not ``required`` may be left
+    out: they are null. With ``zeroes``, rows of the result that the kernel does not store must become zero; with
+    ``plain_scales`` it reads ``ExpertWeights.plain_scale``.
 
-    Calling it launches a call's words, by name. Operands are device addresses, strides are in elements, M > 0.
+    A call of the launcher takes the words by name: operands are device addresses, strides are in elements, M > 0.
 
     Raises
     ------
     InputError
-        where M makes more tiles, or takes more rows, than a launch can have.
+        if a launch can't have so many tiles or rows.
     CudaError
-        where the driver refuses the launch.
+        if the driver refuses the launch.
     """
 
     __slots__ = ("_counter_of", "_grid", "_nulls", "_stores", "plain_scales", "zeroes")
@@ -385,7 +385,7 @@ class ProductLauncher(Launcher):
         plain_scales: bool,
     ) -> None:
         stored = [(name, kind) for name, kind in variant.arguments if kind[0] == "d" and _operand(name) == result]
-        address = f"{result}_at" if stored and stored[0][0] == result else result  # it is given all the same
+        address = f"{result}_at" if stored and stored[0][0] == result else result  # given in any case
         late, each = ((address, "ptr"), ("m_sizes", "ptr"), ("counter", "ptr")), ("M", "index_end")
         super().__init__(
             variant, function, what, late=late, stored=tuple(stored), fixed=fixed, shapes=shapes, each=each
@@ -424,7 +424,7 @@ class ProductLauncher(Launcher):
         shifts = shifts_of(behind, [name for name, passed in zip(names, there, strict=False) if passed])
         values, grid, layout, blocks = self._numbers(numbers), self._grid, self._layout, self._blocks
         packed, constant = layout.launch([True, True, True, *there])
-        # For each address: its entry of ``_fills`` or None, and the null arguments that follow it.
+        # For each address: its entry in ``_fills`` or None, and the null arguments after it.
         words: list[tuple[Any, list[int]]] = []
         for at, passed in enumerate(there):
             if passed:
@@ -438,9 +438,8 @@ class ProductLauncher(Launcher):
         sized: dict[int, _Sized] = {}
 
         def size(M: int, addresses: list[int]) -> _Sized:
-            """Pack what all launches of M rows share; cached, unless a descriptor's other words depend on its address.
-
-            In ``addresses``, addresses of described operands become the first words of their descriptors.
+            """Pack the bytes that launches of M rows share; cached if no descriptor's rest depends on its address.
+            In ``addresses``, the address of an operand with a descriptor is replaced by the descriptor's first word.
             """
             end, behind, any_address = M if all_rows else index_end, [], True
             head = layout.head.pack(M, end, *values, grid(M, end), layout.tail)
@@ -513,23 +512,23 @@ def _picks(*names: str) -> Callable[[Mapping[str, int]], tuple[Any, ...]]:
 
 
 def _operand(argument: str) -> str:
-    """The operand that a pointer argument is of."""
+    """The name of the operand that a pointer argument points to or describes."""
     return argument.removesuffix("_map").removesuffix("_at")
 
 
 def _unread(kind: str) -> tuple[str, ...]:
-    """The sizes and strides that follow a descriptor of a rank, where no kernel reads them."""
+    """Names for the sizes and strides that follow a descriptor of this kind, if the kernel reads none of them."""
     rank = int(kind.removeprefix("desc"))
     return ("null",) * rank + ("one",) * rank
 
 
 def shifts_of(behind: Behind, operands: Sequence[str]) -> list[tuple[int, int, int]]:
-    """Return ``behind`` of ``Launcher.bind`` by the indices of its operands; a kernel may lack some."""
+    """Return ``behind`` of ``Launcher.bind`` with indices into ``operands`` for names; drop names not in it."""
     return [(operands.index(name), once, each) for name, once, each in behind if name in operands]
 
 
 def moved_by(addresses: Sequence[int], shifts: Sequence[tuple[int, int, int]], M: int) -> list[int]:
-    """The addresses where these operands begin in a launch of M rows."""
+    """Return the addresses, with each operand of ``shifts`` moved to where it begins in a launch of M rows."""
     moved = list(addresses)
     for at, once, each in shifts:
         moved[at] += once + M * each

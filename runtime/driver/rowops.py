@@ -18,9 +18,9 @@ class RowOpLauncher(Launcher):
     Raises
     ------
     InputError
-        where a launch makes more programs than it can have.
+        if a launch can't have so many programs.
     CudaError
-        where the driver refuses it.
+        if the driver refuses the launch.
     """
 
     __slots__ = ("_at_once", "_launch", "_most", "_op", "block", "most_experts")
@@ -33,9 +33,9 @@ class RowOpLauncher(Launcher):
         self.block, self.most_experts = Block.from_pairs(variant.config).block, variant.max_experts
 
     def __call__(self, rows: int, stream: int, words: Mapping[str, int]) -> None:
-        """Launch as many programs as ``rows`` rows make.
+        """Launch the kernel on ``rows`` rows.
 
-        ``words`` has the arguments by name. Pointers that are not there are null.
+        ``words`` has the arguments by name. Missing pointers are null.
         """
         count = programs(self._op, rows, words.get("columns", 0), self.block, self._at_once)
         if count > MOST_PROGRAMS:

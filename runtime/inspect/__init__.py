@@ -1,1 +1,1 @@
-"""Reports on what would run and why, without running it. Uses ops and the layers below."""
+"""Reports on which kernels would run and why, without running them. Uses ops and the layers below."""

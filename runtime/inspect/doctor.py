@@ -1,4 +1,4 @@
-"""``python -m pretuned.runtime``: what this machine would use, what it would not, why, and the fix."""
+"""``python -m pretuned.runtime``: reports which bundles this machine uses, which it does not, why, and the fix."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..driver.device import local_gpu, platform_name, platform_supported
 from ..launch.loader import tested_on
 from ..launch.self_test import complaint
 
-INTEGRATIONS = "pretuned.integrations"  # a name, as the runtime imports none
+INTEGRATIONS = "pretuned.integrations"  # imported by name: the runtime has no imports of integrations
 _PLUG_IN = "pretuned"
 
 
@@ -38,7 +38,7 @@ class EngineReport:
     """The report of ``examine_engine``.
 
     ``models``: for each GPU the models that a bundle was measured for, with dtype and shards.
-    ``problems`` are what keeps the engine from using pretuned, with the fix; ``ok`` if there are none.
+    ``problems`` are the faults that keep the engine from using pretuned, with the fix.
     """
 
     engine: str
@@ -69,7 +69,7 @@ class EngineReport:
 
 
 def examine_engine(engine: str) -> EngineReport:
-    """Look at the packages, entry points and variables here, and at the GPUs and their bundles."""
+    """Examine this machine's packages, entry points and environment variables, its GPUs and their bundles."""
     ours = importlib.import_module(f"{INTEGRATIONS}.{engine}").PLUG_IN
     names, group, switch, listed = ours.distributions, ours.group, ours.switch, ours.listed
     problems = []
@@ -103,7 +103,7 @@ def examine_engine(engine: str) -> EngineReport:
 
 
 def measured_models(local: LocalGpu) -> tuple[str, ...]:
-    """The models that bundles measured on GPUs of this one's capability were built for."""
+    """The models of the bundles that were measured on GPUs of this GPU's capability."""
     models: dict[str, None] = {}
     for usable in dispatch_snapshot.snapshot().view(local, installed=True).usable:
         if usable.bundle.target.sm != local.sm or not usable.bundle.gpus:
@@ -135,7 +135,7 @@ class Untested:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """How many variants were ``tested`` elsewhere on the GPU's capability, and how many ``passed`` on this GPU.
+    """The numbers of variants that were ``tested`` elsewhere on the GPU's capability, and that ``passed`` on this GPU.
 
     ``wrong`` has one line for each variant that failed. ``left`` are the untested variants.
     """
@@ -154,7 +154,7 @@ def survey(snapshot: Snapshot, local: LocalGpu) -> Survey:
     left: dict[Variant, Untested] = {}
     for usable in snapshot.view(local, installed=True).usable:
         bundle = usable.bundle
-        # (Records that are damaged are another's business, and what this process has made is in no file.)
+        # Other code reports damaged records. Bundles that this process made are in no file.
         with contextlib.suppress(BundleError):
             for index, variant in enumerate(bundle.variants() if usable.place.kind is not Kind.PROCESS else ()):
                 if not _runs(variant, local):
@@ -192,9 +192,9 @@ _PACKAGES = ("pretuned", "torch", "msgpack", "filelock", "triton")
 
 @dataclass(frozen=True, slots=True)
 class BundleReport:
-    """One bundle file. ``used_by`` are the indices of the GPUs that can use it; ``why_not`` is empty if one can.
+    """One bundle file. ``used_by`` are the indices of the GPUs that can use it; without any, ``why_not`` says why.
 
-    ``for_other_gpus``: it is not used because it is for other capabilities, and nobody named it.
+    ``for_other_gpus``: the file is for other capabilities, and PRETUNED_BUNDLES does not name it.
     """
 
     path: str
@@ -208,7 +208,7 @@ class BundleReport:
     for_other_gpus: bool = False
 
     def lines(self) -> tuple[str, ...]:
-        """The file, and whether it is used; without a GPU the file alone."""
+        """The report's lines on this file: its path and, if there is a GPU, whether the file is used."""
         if not self.target:
             return self.path, f"  {self.why_not}"
         used = f"used by GPU {', '.join(map(str, self.used_by))}" if self.used_by else self.why_not
@@ -219,7 +219,7 @@ class BundleReport:
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """The report of ``examine``. ``problems`` are what keeps bundles from being used, with the fix; ``ok`` if none."""
+    """The report of ``examine``. ``problems`` are the faults that keep bundles from being used, with the fix."""
 
     platform: str
     python: str
@@ -236,7 +236,7 @@ class HostReport:
 
     @property
     def ok(self) -> bool:
-        """True if every GPU has a bundle that it would use; true where there is no GPU."""
+        """True if every GPU has a bundle that it would use; True without a GPU."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
@@ -269,7 +269,7 @@ class HostReport:
 
 
 def examine() -> HostReport:
-    """Look at this machine: initialises CUDA, reads every place, loads nothing."""
+    """Examine this machine: initialise CUDA, and read the bundle search path; no kernel is loaded."""
     faults: tuple[str, ...] = ()
     try:
         gpus, driver = gpus_and_driver()
@@ -282,7 +282,7 @@ def examine() -> HostReport:
 
 
 def _unseen() -> Iterator[str]:
-    """The fault if the driver has GPUs and torch, which is built for CUDA, sees none."""
+    """Yield a fault if the driver has GPUs, but torch, which is built for CUDA, sees none."""
     import torch
 
     count = device_count() if torch.version.cuda is not None else 0
@@ -353,7 +353,7 @@ def report(
 
 
 def _reserve(snapshot: Snapshot, gpu: int, local: LocalGpu) -> Iterator[str]:
-    """Lines on the candidates that a GPU's calls run if no bundle has a kernel for them, and on skipped candidates."""
+    """Yield lines on a GPU's shipped candidates, used or skipped; they run calls that no bundle has a kernel for."""
     view = snapshot.reserve(local)
     yield from (
         f"GPU {gpu}: calls that no bundle has a kernel for run from the candidates in {usable.path}"
@@ -375,9 +375,9 @@ def _untested(snapshot: Snapshot, gpu: int, local: LocalGpu) -> Iterator[str]:
 
 
 def _refused_directories(places: tuple[Place, ...], files: tuple[PlacedBundle, ...]) -> Iterator[str]:
-    """Lines on directories in PRETUNED_BUNDLES that can't be used.
+    """Yield lines on directories in PRETUNED_BUNDLES that can't be used.
 
-    A directory can't be listed, a file in it may be a stranger's, or none of its files can be opened.
+    Either the directory can't be listed, or a bundle in it is not trusted, or none of its bundles can be opened.
     """
     by_place: dict[Place, list[PlacedBundle]] = {}
     for file in files:
@@ -410,12 +410,12 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-    except Exception as error:  # what importlib meets in another package or in sys.path
+    except Exception as error:  # importlib raises any error for a broken package or sys.path entry
         return f"unknown: {error}"
 
 
 def _fix(files: tuple[PlacedBundle, ...], local: LocalGpu) -> str:
-    """The advice for a GPU without a usable bundle, by the errors of the bundles that are there."""
+    """The advice for a GPU without a usable bundle, by the errors of the existing bundles."""
     errors = [unusable(file.bundle, local) if file.bundle is not None else file.error for file in files]
     if any(isinstance(error, DriverTooOld) for error in errors):
         return "Update the driver, or rebuild with a Triton whose ptxas is older"
@@ -428,7 +428,7 @@ def _fix(files: tuple[PlacedBundle, ...], local: LocalGpu) -> str:
 
 
 def _damage(file: PlacedBundle) -> str:
-    """The error of a bundle whose list of problems or models can't be read, "" if it can; its choices may still run."""
+    """The error of reading a bundle's list of problems or models; "" if there is none. Its choices may run even so."""
     try:
         if file.bundle is not None:
             file.bundle.problems()

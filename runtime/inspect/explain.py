@@ -1,4 +1,4 @@
-"""``explain``: which variant a call would run, why, what the next best was, and what was skipped."""
+"""``explain``: which variant a call would run and why, the next best variants, and the skipped bundles."""
 
 from __future__ import annotations
 
@@ -68,18 +68,18 @@ if TYPE_CHECKING:
     from ..weights.expert_weights import ExpertWeights
     from ..weights.quantized_rows import QuantizedRows
 
-_ITEM_BYTES = 2  # of what such code reads
+_ITEM_BYTES = 2  # of an element of A and B, for alignment
 INSIDE = "in the GEMM's kernel, as part of its reduction"
 
 
 class LowRankChoice(NamedTuple):
-    """The variants that have the part in them, the first of which runs; or none, and why that is."""
+    """The ranked variants that add the low-rank part in their kernel; the first runs. If there are none, the reason."""
 
     candidates: tuple[Candidate, ...]
     reason: str
 
     def changes(self) -> dict[str, Any]:
-        """The fields in which an explanation differs from that of the product without an adapter."""
+        """The fields of an ``Explanation`` that differ from the explanation of the product without an adapter."""
         if not self.candidates:
             return {"low_rank": f"a product of its own, which is added: {self.reason}"}
         return {
@@ -94,7 +94,7 @@ class LowRankChoice(NamedTuple):
 
 
 def with_rank(problem: Problem, rank: int) -> Problem:
-    """The problem with a low-rank part of ``rank`` columns; InputError for a product that takes none."""
+    """The problem with a low-rank part of ``rank`` columns; InputError for a product that supports none."""
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
         raise InputError(f"explain: rank is {rank!r}, wanted the columns of an adapter, an int of 1 to {MAX_RANK}")
     if problem.op is Op.DW or Fusion.SILU in problem.fusion:
@@ -103,7 +103,7 @@ def with_rank(problem: Problem, rank: int) -> Problem:
 
 
 def with_columns(text: str | None, rank: int) -> str:
-    """A text of ``low_rank`` with the number of columns."""
+    """A text for ``Explanation.low_rank`` that names the adapter's rank."""
     wide = -(-rank * _ITEM_BYTES // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // _ITEM_BYTES
     own = f", {rank} of them the adapter's" if wide != rank else ""
     return f"{text}: {wide} columns{own}" if text == INSIDE else str(text)
@@ -130,7 +130,7 @@ def low_rank_choice(
 
 
 def _ruled_out(problem: Problem, *, aligned: bool, strict: bool) -> str | None:
-    """Why no kernel can add the low-rank part; None if one may."""
+    """Why no kernel can add the low-rank part; None if kernels may."""
     fusion, dtype = problem.fusion, problem.dtype
     if strict:
         return "strict mode takes nothing of the candidates, which have the code for it"
@@ -151,7 +151,7 @@ def _ruled_out(problem: Problem, *, aligned: bool, strict: bool) -> str | None:
 
 
 class Ruled(NamedTuple):
-    """The candidate that runs the call in place of the ordinary candidate, or None; and why."""
+    """The candidate that runs the call in place of the choice's own variant, or None; and why."""
 
     chosen: Candidate | None
     reason: str
@@ -257,7 +257,7 @@ def of_codes(
 ) -> Ruled:
     """The kernel for x that arrives as codes, as ``plans.of_codes`` decides; or why there is none.
 
-    With ``op`` None it is for bf16 x that is quantised in any case.
+    ``op`` is the row kernel that provides the codes; None means that x is bf16 and must be quantised.
     """
     what = "x arrives as codes" if op is not None else "precision='fp8' quantises x at any number of rows"
     *_, other = dtypes_of(problem.dtype.value)
@@ -298,7 +298,7 @@ def _ruled(
     local: LocalGpu,
     aligned: bool,
 ) -> Ruled:
-    """The kernel that dispatch finds, and the rule's words for it."""
+    """The kernel that dispatch finds, and the reason by the rule of ``kernels/plans.py``."""
     bundle = ran.usable.bundle
     if planned is None:
         if ruling.variant is None:
@@ -346,36 +346,36 @@ def explain(
 ) -> Explanation:
     """Explain what ``grouped_gemm`` would run, without running it.
 
-    Rows that are gathered are taken to be so by an index of ``sort_routing``, which need not be checked.
+    For a gather, the index is assumed to be from ``sort_routing``: such an index needs no range check.
 
     Parameters
     ----------
     x, w, m_sizes
-        The tensors of a call, on CUDA or (with ``sm``) anywhere, also of padded rows x [E, M_max, K]; or a Problem in
-        place of x, with ``M``. w may be ``ExpertWeights``, which are left as they are, and then x ``QuantizedRows``.
+        The tensors of a call, on CUDA or (with ``sm``) anywhere. x may be padded, [E, M_max, K], or a Problem with
+        ``M``. w may be ``ExpertWeights``, which do not change; x may then be ``QuantizedRows``.
     w_layout
         ``"nk"`` for w [E, N, K], ``"kn"`` for w [E, K, N].
     E, N, K, M, dtype
         The call in numbers, 1 to 2^31 - 1: w is [E, N, K], x is [M, K]; dtype is bf16, fp16, fp32 or tf32, or torch's.
     weights
-        The format of w of a call in numbers, as a spec of ``aot build`` names it (``mxfp4``, ``fp8_block``, ...), in
-        place of dtype.
+        In place of dtype: the format of w, as a spec of ``aot build`` names it (``mxfp4``, ``fp8_block``, ...).
     sm
-        A capability to explain for (90 for 9.0), in place of a GPU. Nothing counts as measured on it.
+        A capability to explain for, such as 90, in place of a GPU. No choice counts as measured on exactly this GPU.
     device
-        Which GPU, if neither x nor ``sm`` says; torch's current one.
+        torch's index of the GPU, if neither x nor ``sm`` says; torch's current GPU if None.
     aligned
-        Whether pointers, rows and strides are multiples of 16 bytes; what x, w and the sizes say, if None.
+        Whether pointers, rows and strides are multiples of 16 bytes; taken from x, w and the sizes if None.
     top_k
-        Of a Problem that gathers: how many sorted rows read each row of x, the experts of a token (of dX: 1). If None,
-        the fewest that a model with this product has, of those that the bundles were built for, or 1 if there is none;
-        ``assumed`` then says so.
+        For a Problem that gathers: how many sorted rows read each row of x, which is the experts of a token (for dX:
+        1). If None, the least top_k of the bundles' models with this product, or 1 if there is none; ``assumed`` then
+        says so.
     rank
-        Of a call with ``lora``: the columns of A and B. ``low_rank`` then says which way that part takes.
+        For a call with ``lora``: the adapter's rank r. ``low_rank`` then says whether the product's kernel adds that
+        part.
     expected_rows
-        The call's hint, 0 to M: the answer is for so many rows, and ``without_hint`` says what runs without it.
+        The call's hint, 0 to M: the kernel is chosen for that many rows, and ``without_hint`` says what runs for M.
     precision
-        "fp8" explains the forward of a call with this precision. Its dX is the forward with N and K exchanged.
+        "fp8" explains the forward of a call with this precision. The call's dX is a forward with N and K exchanged.
 
     Returns
     -------
@@ -385,7 +385,7 @@ def explain(
     Raises
     ------
     InputError
-        if that is no call.
+        for arguments that are not a call.
     HostError
         if there is neither a GPU nor ``sm``.
     """
@@ -417,7 +417,7 @@ def explain(
     wide = aligned is None and not natural and (w is None or but_for_y(x, w, m_sizes, w_layout))
     aligned, rows = natural if aligned is None else aligned, M or 0
     if expected_rows is not None:
-        from ..check.call import expected_bucket  # here, as it brings torch along
+        from ..check.call import expected_bucket  # imported here: it imports torch
 
         expected_bucket("explain", expected_rows, rows, "M")
     how: dict[str, Any] = {"aligned": aligned, "wide_rows": wide, "top_k": top_k, "coded": coded, "padded": padded}
@@ -442,10 +442,10 @@ def explain_on(
     padded: bool = False,
     always: bool = False,
 ) -> Explanation:
-    """Explain a call on a GPU that need not be here.
+    """Explain a call on a GPU that may be another machine's.
 
-    ``wide_rows``: the rows of y may be filled up to be aligned. ``coded``: x arrives as codes, with
-    ``padded`` in [E, M_max, K]. ``always``: x is quantised at any number of rows.
+    ``wide_rows``: the rows of y may be padded to be aligned. ``coded``: x arrives as codes, with
+    ``padded`` as [E, M_max, K]. ``always``: x is quantised whatever the number of rows.
     """
     self_test_results.recall(local)
     strict, likely = settings.settings().strict, M if expected_rows is None else expected_rows
@@ -475,7 +475,7 @@ def explain_on(
 
 
 def _with_few_rows_of_many(answer: Explanation, *, strict: bool) -> Explanation:
-    """The answer if few rows of many are expected: a kernel with no program for each tile runs, if there is one."""
+    """The answer if ``expected_rows`` is far below M: a kernel that has no program for each tile, if there is one."""
     problem, aligned = answer.problem, answer.aligned
     decision = settle(bundles.snapshot(), problem, answer.bucket, answer.local, aligned, strict, persistent=True)
     if not isinstance(decision, Decision):
@@ -485,7 +485,7 @@ def _with_few_rows_of_many(answer: Explanation, *, strict: bool) -> Explanation:
 
 
 def _with_wide_rows(answer: Explanation) -> Explanation:
-    """The answer for a plain call of which only y is not aligned: its rows are filled up, so aligned kernels run."""
+    """The answer for a plain call of which only y is not aligned: y's rows are padded, so that aligned kernels run."""
     problem, local = answer.problem, answer.local
     M = answer.M if answer.expected_rows is None else answer.expected_rows
     wide = with_wide_rows(bundles.snapshot(), problem, M, local)
@@ -507,13 +507,13 @@ def examine(
     top_k: int | None = None,
     rows: int | None = None,
 ) -> Explanation:
-    """Explain a problem over the bundles of ``snapshot``, with every candidate ranked; ``top_k`` is as in ``explain``.
+    """Explain a problem by the bundles of ``snapshot``, with every candidate ranked; ``top_k`` is as in ``explain``.
 
-    The kernel is chosen for M rows, of a call of ``rows``, which are M if None.
+    The kernel is chosen for M rows; the call has ``rows``, or M if that is None.
 
-    One with silu in its epilogue runs where that pays, else the plain product does, and the activation after it. Rows
-    are gathered beforehand where that pays, for an index that need not be checked; those of one token, ``top_k`` of
-    them, are all its row, and no pass is before the product.
+    If that is faster, a kernel with silu in its epilogue runs; else the plain product, then the activation. If that is
+    faster, a row kernel gathers the rows first. A call of one token has no such row kernel: its ``top_k`` sorted rows
+    are all the token's row.
     """
     rows = M if rows is None else rows
     if top_k is None:
@@ -565,7 +565,7 @@ def examine(
                 view = View(view.usable, view.skipped + reserve.skipped)
             candidates.sort(key=lambda candidate: (candidate.origin, candidate.match))
             decided, raises = _decided(snapshot, problem, bucket, local, aligned, strict)
-            if decided is not None:  # what this process tuned may end the search before installed bundles are read
+            if decided is not None:  # the search may end before installed bundles are read
                 at = decided.usable.bundle, decided.index
                 candidates = [
                     decided,
@@ -598,7 +598,7 @@ def examine(
 
 
 def _passed_over(candidates: Sequence[Candidate], local: LocalGpu) -> str:
-    """Why a choice of an earlier place in the bundle search path does not run; "" if there is none."""
+    """Why a choice from earlier in the bundle search path does not run; "" if there is no such choice."""
     for candidate in candidates[1:]:
         earlier = (
             candidate.usable.order < candidates[0].usable.order and candidate.usable.place != candidates[0].usable.place
@@ -617,10 +617,10 @@ def _passed_over(candidates: Sequence[Candidate], local: LocalGpu) -> str:
 def _with_x_quantised(
     snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: bool, strict: bool, top_k: int, rows: int
 ) -> Explanation:
-    """Explain a product whose checkpoint has x quantised: x is quantised where that is faster, else left as it is.
+    """Explain a product whose checkpoint asks for quantised x: x is quantised if that is faster, else it stays bf16.
 
-    A pass that makes codes gathers the rows, too; a kernel that makes them itself gathers them on load. A low-rank part
-    is in the kernel of the product with x as it is, or beside either.
+    If a row kernel quantises x, it also gathers the rows; if the product's kernel quantises x, it gathers rows on load.
+    The kernel of the product with bf16 x may add a low-rank part; otherwise the part is a product of its own.
     """
     *_, other = dtypes_of(problem.dtype.value)
     answer = examine(
@@ -656,9 +656,9 @@ def _with_x_quantised(
 def _of_codes(
     problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: int, *, padded: bool, coded: bool
 ) -> Explanation:
-    """Explain a product of codes of x, which a row kernel orders and gathers, or which are read in place.
+    """Explain a product of x's codes. A row kernel sorts and gathers the codes, or the product reads them in place.
 
-    Unless x is ``coded``, a row kernel makes them.
+    Unless x is ``coded``, a row kernel first quantises x.
     """
     snapshot = bundles.snapshot()
     if padded and aligned and reads_in_place(problem):
@@ -679,7 +679,7 @@ def _of_codes(
 def _gathered_first(
     snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu, aligned: bool, top_k: int
 ) -> Ruled | None:
-    """True if rows are gathered beforehand; None if none are gathered, or no bundle's choice runs the problem."""
+    """The decision to gather rows first or not; None if the problem gathers none, or no bundle has a choice for it."""
     if Fusion.GATHER not in problem.fusion:
         return None
     code = problem._replace(fusion=Fusion.GATHER)
@@ -689,7 +689,7 @@ def _gathered_first(
 def _decided(
     snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu, aligned: bool, strict: bool
 ) -> tuple[Candidate | None, str | None]:
-    """The candidate that a call runs, if a bundle has one; and the error that the call ends with, in words."""
+    """(the candidate that a call runs, or None; the text of the error that the call raises, or None)."""
     try:
         decided = settle(snapshot, problem, bucket, local, aligned, strict)
     except PretunedError as error:
@@ -737,12 +737,12 @@ def fingerprint(device: int | None = None) -> str:
 
 
 def made_up_gpu(sm: int) -> LocalGpu:
-    """A GPU of capability ``sm`` with the figures of its representative, and nobody's name.
+    """An unnamed GPU of capability ``sm``, with the SM count and memory of a typical GPU of this capability.
 
     Raises
     ------
     InputError
-        for a capability that there are no kernels for.
+        for a capability without kernels.
     """
     if not isinstance(sm, int) or sm not in arch.ARCHS:
         raise InputError(f"sm={sm!r} is not supported, wanted one of {', '.join(map(str, arch.supported()))}")

@@ -20,24 +20,23 @@ _SHOWN = 8
 class Explanation:
     """The kernels that a call would run, and why. ``str()`` is a table, ``to_dict()`` is for JSON.
 
-    ``problem`` and ``M`` are the call, ``aligned`` says whether its tensors are multiples of 16 bytes, ``local`` is the
-    GPU, ``reason`` says why the first candidate runs, and ``skipped`` are the bundles that this GPU can't use.
-    ``compiles`` says that Triton would compile a kernel first.
+    ``problem`` and ``M`` are the call, ``aligned`` says whether its pointers, rows and strides are multiples of 16
+    bytes, ``local`` is the GPU, ``reason`` says why the first candidate runs, and ``skipped`` are the bundles that this
+    GPU can't use. ``compiles`` says that Triton would compile a kernel first.
 
-    ``candidates`` are ranked, the first is what runs; there are none where torch would run it, or Triton would first
-    compile it (``runs``, after ``allow_jit``). Past the first, times are for this very bucket: what a bundle says of
-    it, or else what the cost model expects. With ``gathered_first`` a pass gathers the rows of x beforehand, and the
-    first is for the product that is left: its time is without the pass, whose time ``reason`` has. So it is with
-    ``quantised_first``, of a row kernel that makes codes of x, or with ``coded`` orders those that x is; the others
-    leave x as it is. ``raises`` is the error that the call ends with instead, if any: of strict mode, or of a file that
-    PRETUNED_BUNDLES names. ``assumed`` says, of rows that are gathered, which top_k was taken where none was given.
+    ``candidates`` are ranked, and the first runs. There are none if torch runs the call, or if Triton first compiles a
+    kernel (``runs``; after ``allow_jit``). The times after the first are for exactly this bucket: a bundle's, or the
+    cost model's. With ``gathered_first`` a row kernel gathers the rows of x before the first candidate, whose time
+    excludes the row kernel; ``reason`` has that time. With ``quantised_first`` a row kernel quantises x or, with
+    ``coded``, sorts its codes; the candidates after the first read x as it is. ``raises`` is the error that the call
+    raises instead, if any: by strict mode, or for a file that PRETUNED_BUNDLES names. ``assumed`` names the top_k that
+    was assumed for a gather.
     ``self_test`` says where the kernel was tested on this capability, or that it is tested before its first use
-    (``launch/self_test.py``). Where no bundle can run it ``build`` is the command that makes one that can, and the last
-    line of ``str()``. ``low_rank`` says, of a product with an adapter, whether its part is in the product's kernel or
-    beside it, and why. If torch's grouped_mm was measured faster on this GPU, torch runs the call (``torch_us``), and
-    the first candidate a call with ``out``. With ``expected_rows`` the kernel is chosen for so many rows, and
-    ``without_hint`` says what runs for M.
-    ``invariance`` says how in the batch-invariant mode, and ``order`` in which order the kernel sums K.
+    (``launch/self_test.py``). If no bundle can run the call, ``build`` is the command that builds such a bundle, and
+    the last line of ``str()``. ``low_rank`` says for an adapter whether the product's kernel adds its part, and why. If
+    torch's grouped_mm was measured faster on this GPU, torch runs the call (``torch_us``), and the first candidate runs
+    it with ``out``. With ``expected_rows`` the kernel is chosen for that many rows, and ``without_hint`` says what runs
+    for M. ``invariance`` is the batch-invariant mode, and ``order`` the order in which the kernel then sums K.
     """
 
     problem: Problem
@@ -78,7 +77,7 @@ class Explanation:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The kernels that the call launches of a bundle, in their order; () if something else runs it."""
+        """The bundle's kernels that the call launches, in order; () if no bundle's kernel runs the call."""
         best = self.chosen
         if best is None or self.torch_us is not None:
             return ()
@@ -89,21 +88,21 @@ class Explanation:
 
     @property
     def summary(self) -> str:
-        """``steps`` in a line, or what runs the call where there are none."""
+        """``steps`` in one line; if there are none, the name of what runs the call."""
         return ", then ".join(self.steps) or self.runs
 
     @property
     def runs(self) -> str:
-        """``bundle``, ``jit`` or ``torch``, whichever runs the call."""
+        """What runs the call: ``bundle``, ``jit`` or ``torch``."""
         if self.torch_us is not None:
             return "torch"
         return "bundle" if self.candidates else "jit" if self.compiles else "torch"
 
     @property
     def measured_on(self) -> tuple[str, ...]:
-        """GPUs of the candidates' measured choices, if the answer is for a capability and no particular GPU.
+        """The GPUs that the candidates were measured on, if the answer is for a capability and not for one GPU.
 
-        The first is the one that the answer is for.
+        The answer is for the first of these GPUs.
         """
         if self.local.gpu.name:
             return ()
@@ -189,7 +188,7 @@ class Explanation:
             )
         mismatched = [entry for entry in self.skipped if isinstance(entry.error, TargetMismatch)]
         ordinary = [entry for entry in mismatched if not entry.place.names(entry.path)]
-        if len(ordinary) == 1:  # one is worth its name
+        if len(ordinary) == 1:  # a single bundle is named
             ordinary = []
         lines += [f"  skipped {entry.path}: {entry.reason}" for entry in self.skipped if entry not in ordinary]
         if ordinary:

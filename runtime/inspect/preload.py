@@ -1,4 +1,4 @@
-"""``preload``: every cubin that a deployment can need, loaded before the first request."""
+"""``preload``: load every cubin that a deployment can need, before the first request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..ops import layer  # noqa: F401 - most of what a first call imports: it is
 from ..settings import at_fork, lock, settings
 from .query import dtype_of_weights, twins_in_fp16
 
-_ROWS = 1 << 20  # default of the most rows: beyond it decisions are the last bucket's
+_ROWS = 1 << 20  # the most rows by default: more rows use the last bucket's decisions
 _MOST_ROWS = (1 << 31) - 1
 
 _Cell: TypeAlias = tuple[Problem, int]
@@ -38,15 +38,15 @@ _Cell: TypeAlias = tuple[Problem, int]
 _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
-_waited_for, _collected = 0, False  # by how many preloads the collector waits now, and whether it did collect before
+_waited_for, _collected = 0, False  # preloads under way that paused the collector; whether it was on before
 
 
 @dataclass(frozen=True, slots=True)
 class Preloaded:
     """The result of ``preload``: ``count`` variants are loaded for ``problems`` problems, after ``seconds``.
 
-    ``cells`` are the (problem, bucket) pairs that were decided. Of these torch's grouped_mm runs ``by_torch``, as it
-    was measured faster.
+    ``cells`` is the number of decided (problem, bucket) pairs. torch's grouped_mm runs ``by_torch`` of these, because
+    it was measured faster.
     """
 
     count: int
@@ -58,7 +58,7 @@ class Preloaded:
 
 @contextlib.contextmanager
 def _collector_waits() -> Iterator[None]:
-    """Python's collector of cycles waits: going once through all that torch holds takes longer than all the loading."""
+    """Pause Python's garbage collector: one collection over all of torch's objects takes longer than the loading."""
     global _waited_for, _collected
     _collect_in_children()
     with lock("collector"):
@@ -97,30 +97,29 @@ def preload(
     w_layout: str | None = None,
     weights: str | None = None,
 ) -> Preloaded:
-    """Load every variant that the calls of a deployment can come to; afterwards such calls load and prove nothing.
+    """Load every variant that the calls of a deployment can need; afterwards such calls load and test no kernel.
 
-    Every form of a product counts, whatever is fused with it, and tensors that are not aligned to 16 bytes do too; so
-    do the passes over rows.
+    Includes every fusion of a product, kernels for tensors that are not aligned to 16 bytes, and row kernels.
 
     Parameters
     ----------
     models
-        Names of models that the bundles were built for (``aot inspect`` lists them), or one, in every sharding.
+        A name, or names, of models that the bundles were built for (``aot inspect`` lists them), in every sharding.
         With neither models nor problems: all problems of all usable bundles.
     problems
-        Problems, beside the models' or in their place.
+        Problems to load, in addition to the models'.
     tokens
-        The tokens of one step, e.g. ``range(1, 8193)``: a model's rows are tokens * top_k; with expert parallelism
-        as few as one, as ``expected_rows`` may say, and tokens * top_k where nothing says it. For ``problems``, whose
-        top_k nobody knows, up to tokens * E. All buckets, if None.
+        The tokens of one step, e.g. ``range(1, 8193)``; None means all buckets. A model's calls have tokens * top_k
+        rows, and with expert parallelism any number up to that, as ``expected_rows`` may be low. ``problems`` have no
+        top_k: they get up to tokens * E rows.
     device
         torch's index of the GPU; its current device if None.
     w_layout
-        How the weights of the models lie, ``nk`` ([E, N, K]) or ``kn`` ([E, K, N]); as their bundles were built for, if
-        None. (``problems`` say it themselves.)
+        The layout of the models' weights, ``nk`` ([E, N, K]) or ``kn`` ([E, K, N]); None means the layouts that the
+        bundles were built for. Does not apply to ``problems``.
     weights
         The format of the models' weights, as a spec of ``aot build`` names it (``mxfp4``, ``fp8_block``, ``bf16``,
-        ...); all that the bundles have, if None, but fp16 where there is bf16. (``problems`` say it themselves.)
+        ...); None means all formats of the bundles, without fp16 where there is bf16. Does not apply to ``problems``.
 
     Returns
     -------
@@ -130,11 +129,11 @@ def preload(
     Raises
     ------
     InputError
-        for a model that no usable bundle knows, or has in no such format (the message names the nearest, and the
-        command that builds it), tokens that are no range, or a w_layout or weights that are none.
+        for a model that no usable bundle has, or has in this format (the message names the nearest model, and the
+        command that builds a bundle), for tokens that are not a range, and for an unknown w_layout or weights.
     HostError, CudaError
-        if there is no such GPU as ``device``, or the driver refuses the code. Where no device is named and there is
-        none, nothing is loaded, and a warning says so.
+        if there is no such GPU as ``device``, or the driver refuses the code. If ``device`` is None and there is no
+        GPU, nothing is loaded, and a warning says so.
     """
     began = time.perf_counter()
     if tokens is not None and not isinstance(tokens, range):
@@ -171,7 +170,7 @@ def preload(
     kernels, by_torch = set(), 0
     strict = settings().strict
     for problem, bucket in cells:
-        if Fusion.SILU in problem.fusion:  # see planned_for; nobody misses it
+        if Fusion.SILU in problem.fusion:  # ``planned_for`` loads such kernels; without one, the plain product runs
             continue
         aligned = has_aligned_rows(problem)
         try:
@@ -180,14 +179,14 @@ def preload(
             continue
         if kernel is not None:
             kernels.add(kernel.function.handle)
-            if by_tile(kernel.variant):  # where few rows of many are expected, another runs
+            if by_tile(kernel.variant):  # with a low ``expected_rows``, another variant runs
                 other = load_decided(
                     snapshot, problem, bucket, local, device, aligned=aligned, strict=strict, persistent=True
                 )
                 kernels.update(() if other is None else (other.function.handle,))
             by_torch += aligned and not problem.fusion and is_by_torch(problem, bucket, device)
     met = dict.fromkeys(problem for problem, _ in cells)
-    while True:  # select again if code is damaged or wrong: other variants then take its place
+    while True:  # select again if a variant is damaged or wrong: another variant then takes its place
         more = (
             *planned_for(cells, snapshot, local),
             *fallbacks_of(met, snapshot, local),
@@ -213,7 +212,7 @@ def preload(
 
 
 def _usable(bundle: BundleFile, index: int, device: int, snapshot: Snapshot, local: LocalGpu) -> int | None:
-    """The handle of a variant that was loaded and may run; None where it is damaged, or wrong on this GPU."""
+    """Load a variant and return its kernel's handle; None if it is damaged, or wrong on this GPU."""
     try:
         kernel = loaded(bundle, index, device, local.gpu.sm_count)
         if may_run(bundle, index, kernel, local) is not False:
@@ -225,7 +224,7 @@ def _usable(bundle: BundleFile, index: int, device: int, snapshot: Snapshot, loc
 
 
 def planned_for(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
-    """Every variant that the bundles' plans have for some call of a cell, in place of the cell's own choice."""
+    """Every variant that the bundles' plans name for special calls of these cells, in place of the cells' choices."""
     all_cells = list(cells)
     while True:  # select again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
@@ -251,7 +250,7 @@ def _planned(snapshot: Snapshot, bundle: BundleFile, problem: Problem, bucket: i
 
 
 def cells_of(wanted: Mapping[Problem, Iterable[int]], snapshot: Snapshot, local: LocalGpu) -> list[_Cell]:
-    """Every (problem, bucket) that calls of these products come to, in whatever form they are made."""
+    """Every (problem, bucket) that calls of these products can have, with whatever fusions."""
     cells: dict[_Cell, None] = {}
     for problem, rows in wanted.items():
         for form in forms_of(problem):
@@ -261,7 +260,7 @@ def cells_of(wanted: Mapping[Problem, Iterable[int]], snapshot: Snapshot, local:
 
 
 def fallbacks_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
-    """Every variant that a call on tensors that are not aligned could come to: a few of each kind."""
+    """Every variant that a call on unaligned tensors could run: a few for each kind of problem."""
     while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
             return list(
@@ -276,7 +275,7 @@ def fallbacks_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGp
 
 
 def passes_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
-    """The passes over rows that calls and layers of these problems come to, on aligned tensors and others."""
+    """The row kernels that calls and layers of these problems can run, on aligned and unaligned tensors."""
     kinds = dict.fromkeys(
         (op, dtype_of(problem.dtype, op)) for op in RowOp if op not in WEIGHT_OPS for problem in problems
     )
@@ -285,7 +284,7 @@ def passes_of(problems: Iterable[Problem], snapshot: Snapshot, local: LocalGpu) 
 
 
 def in_place_for(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
-    """The variants that read codes of padded rows where they arrive, of the cells' products."""
+    """The variants for the cells' products that read codes of padded rows where they arrive."""
     asked = (
         in_place(snapshot, problem._replace(fusion=Fusion.STARTS), bucket, local, strict=settings().strict)
         for problem, bucket in cells
@@ -295,22 +294,22 @@ def in_place_for(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) ->
 
 
 def training_for(cells: Iterable[_Cell], snapshot: Snapshot, local: LocalGpu) -> list[tuple[BundleFile, int]]:
-    """The variants of dW of codes."""
+    """The variants for dW of codes, which fp8 training runs."""
     asked = [cell for cell in cells if cell[0].op is Op.DW and cell[0].dtype.quantised]
     decisions = [dW_of_codes(snapshot, problem, bucket, local) for problem, bucket in asked]
     return list(dict.fromkeys((candidate.usable.bundle, candidate.index) for candidate in decisions if candidate))
 
 
 def problems_of(view: View) -> list[tuple[Problem, ...]]:
-    """The problems of each usable bundle. Of a bundle with a damaged record there are none, which is logged.
+    """The problems of each usable bundle. For a bundle with a damaged list of problems, log that and return none.
 
-    Its choices may be whole, and run: dropped here it would run in ranks that preload nothing.
+    The bundle is not dropped: its choices may be undamaged, and ranks that preload nothing would still run them.
     """
     return [_whole(usable.bundle.problems, []) for usable in view.usable]
 
 
 def _whole(read: Callable[[], tuple[_T, ...]], errors: list[BundleError]) -> tuple[_T, ...]:
-    """The records that ``read`` returns; none if they are damaged, which is logged and added to ``errors``."""
+    """The records that ``read`` returns; none if they are damaged: the error is then logged and added to ``errors``."""
     try:
         return read()
     except BundleError as error:
@@ -331,9 +330,9 @@ def records_of(names: Sequence[str], view: View, weights: str | None = None) -> 
     Raises
     ------
     InputError
-        if no bundle has a name, or has it in that format.
+        if no bundle has a model of one of the names, or has it in that format.
     BundleCorrupt
-        if no bundle has a name, and the models of a bundle are damaged.
+        if no bundle has a model of one of the names, and a bundle's list of models is damaged.
     """
     errors: list[BundleError] = []
     records = [model for usable in view.usable for model in _whole(usable.bundle.models, errors)]
@@ -385,7 +384,7 @@ def turned(problems: Sequence[Problem], layout: Layout | None) -> Iterator[Probl
 
 
 def rows_of(model: Model, tokens: range | None) -> tuple[int, int]:
-    """The fewest and the most rows that kernels of a step of a model are chosen for; (0, 0) for no tokens."""
+    """The fewest and the most rows for which a step of a model chooses kernels; (0, 0) for no tokens."""
     if tokens is None:
         return 1, _ROWS
     least, most = _ends(tokens)
@@ -403,7 +402,7 @@ def buckets(rows: tuple[int, int]) -> list[int]:
 
 
 def _rows(problem: Problem, tokens: range | None) -> tuple[int, int]:
-    """The fewest and the most rows of a problem's call, if no model says how many experts see a token."""
+    """The fewest and the most rows of a problem's calls, if its top_k is unknown."""
     if tokens is None:
         return 1, _ROWS
     most = _ends(tokens)[1]

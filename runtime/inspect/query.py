@@ -25,7 +25,7 @@ _NUMBERS = {"M": "the number of rows", "top_k": "the number of experts of a toke
 
 
 def check_numbers(**sizes: int | None) -> None:
-    """Raise InputError for what is no size of a call."""
+    """Raise InputError for a number that can't be a size of a call."""
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_DIM:
             what = _NUMBERS.get(name, "a size of w (or tensors: x, w, m_sizes)")
@@ -33,9 +33,9 @@ def check_numbers(**sizes: int | None) -> None:
 
 
 def dtype_of_weights(asked: object, who: str) -> DType:
-    """The dtype of products of w in a format and x that is not quantised.
+    """The dtype of products of w in the format ``asked``, with x that is not quantised.
 
-    Raises InputError, which begins with ``who``, if it is no format.
+    Raises InputError, whose text begins with ``who``, for an unknown format.
     """
     if not isinstance(asked, str) or asked not in PRECISIONS:
         raise InputError(f"{who}: weights is {asked!r}, wanted one of {', '.join(PRECISIONS)}")
@@ -43,15 +43,15 @@ def dtype_of_weights(asked: object, who: str) -> DType:
 
 
 def suits(problem: Problem) -> bool:
-    """True if each row is a multiple of 16 bytes, also of quantised weights' codes: aligned kernels run it."""
+    """True if all rows are multiples of 16 bytes, also rows of codes, so that aligned kernels can run the problem."""
     whole = not problem.dtype.quantised or problem.K * problem.dtype.precision.w.bits % (8 * ALIGNMENT_BYTES) == 0
     return whole and has_aligned_rows(problem)
 
 
 def as_read(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> Problem:
-    """The problem, of codes in the checkpoint's layout if no kernel reads prepared ones for it.
+    """The problem with the layout of codes that kernels read: the checkpoint's, if no kernel reads prepared codes.
 
-    dX reads codes in the layout that they have.
+    dX reads codes in the layout that the forward reads.
     """
     if not problem.dtype.quantised or problem.layout is not Layout.NK:
         return problem
@@ -64,7 +64,7 @@ def as_read(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> Problem:
 def of_numbers(
     E: int | None, N: int | None, K: int | None, dtype: str | torch.dtype, weights: str | None, w_layout: str
 ) -> Problem:
-    """Return the forward's problem; InputError for sizes of no call."""
+    """Return the forward's problem; InputError for invalid sizes."""
     from ..check.tensors import DTYPES
 
     torchs: Mapping[Any, DType] = DTYPES
@@ -74,7 +74,7 @@ def of_numbers(
         dtype = dtypes_of(weights)[0].value  # the checkpoint's dtype: x may be quantised, too
     try:
         return Problem(Op.FORWARD, torchs.get(dtype) or DType(dtype), E or 0, N or 0, K or 0, Layout(w_layout))
-    except (TypeError, ValueError) as error:  # TypeError: something that has no hash
+    except (TypeError, ValueError) as error:  # TypeError: an unhashable value
         dtypes, layouts = (", ".join(member.value for member in kind) for kind in (DType, Layout))
         raise InputError(
             f"explain: {error}, wanted a dtype of {dtypes} (or torch's of the first three) and a w_layout of {layouts}"
@@ -101,7 +101,7 @@ def of_tensors(
     w_layout: str,
     device: int | None,
 ) -> tuple[Problem, int, bool, int | None]:
-    """Return the problem, rows, whether all is aligned, and torch's GPU index; InputError for tensors of no call."""
+    """Return (problem, rows, whether all is aligned, torch's GPU index); InputError for unusable tensors."""
     from ..check import tensors
     from ..check.call import Rows
     from ..launch import product_kernels
@@ -110,7 +110,7 @@ def of_tensors(
     if w is None or m_sizes is None:
         raise InputError("explain: wanted x, w and m_sizes, got x alone (or a Problem and M)")
     fusion = Fusion.NONE
-    if x.dim() == 3:  # padded rows: by an index, read and stored
+    if x.dim() == 3:  # padded rows are gathered and scattered
         x, fusion = x.reshape(-1, x.shape[-1]), Fusion.GATHER | Fusion.SCATTER
     if isinstance(w, ExpertWeights):
         return _of_quantised(x, w, m_sizes, w_layout, device, fusion)
@@ -161,7 +161,7 @@ def _of_quantised(
 
 
 def assumed_top_k(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tuple[int, str | None]:
-    """The top_k that is assumed for a problem; and in words where it is from, None if rows are not gathered."""
+    """(the top_k to assume for a problem, a text on its source); the text is None if the problem gathers no rows."""
     if Fusion.GATHER not in problem.fusion or problem.op is Op.DX:
         return 1, None
     if problem.top_k:
@@ -169,7 +169,7 @@ def assumed_top_k(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tupl
     product = problem._replace(fusion=Fusion.NONE, top_k=0)
     names: dict[int, str] = {}
     for usable in snapshot.view(local, installed=True).usable:
-        with contextlib.suppress(BundleError):  # its choices may be whole, and run
+        with contextlib.suppress(BundleError):  # the damaged bundle's choices may still run
             for model in usable.bundle.models():
                 plain = (
                     candidate._replace(layout=problem.layout, fusion=Fusion.NONE, top_k=0)
@@ -185,6 +185,6 @@ def assumed_top_k(snapshot: Snapshot, problem: Problem, local: LocalGpu) -> tupl
 
 
 def twins_in_fp16(problems: Iterable[Problem]) -> set[Problem]:
-    """Return the fp16 problems that are also there in bf16: no process runs a model in both."""
+    """Return the fp16 problems that ``problems`` also has in bf16: no process runs a model in both."""
     there = set(problems)
     return {problem._replace(dtype=DType.FP16) for problem in there if problem.dtype is DType.BF16} & there

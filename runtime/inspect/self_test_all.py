@@ -1,8 +1,8 @@
 """``python -m pretuned.runtime --self-test``: test all kernels that were never run on these GPUs' capability.
 
-A first use tests code, too, but in the process that serves: code that hangs or faults takes that along. Here child
-processes test it. If a child dies, the next goes on after the kernel that ended it. ``runtime/self_test_results.py``
-keeps the results.
+An untested kernel's first use tests it, too, but in the process that serves: a kernel that hangs or faults would end
+that process. Here child processes test kernels. If a child dies, the next child goes on after the kernel that ended it.
+``runtime/self_test_results.py`` stores the results.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from ..dispatch import snapshot as dispatch_snapshot
 from .doctor import Untested, gpus_and_driver, survey
 
 CHILD: tuple[str, ...] = (sys.executable, "-m", "pretuned.runtime.inspect.self_test_child")
-SILENT_S = 300.0  # longest silence of a child: it imports torch from a slow disk, and a hanging kernel takes 30 s
+SILENT_S = 300.0  # longest silence of a child: a slow disk delays its import of torch, a hanging kernel takes 30 s
 _END_S = 10.0  # wait for the child to end after it was asked to
-_MOST_LOST = 3  # stop after so many variants in a row lose their process in one way: it is not the variants' fault
+_MOST_LOST = 3  # stop after so many children in a row ended in the same way: the variants are not the cause
 _MOST_REASONS = 10  # failures listed in a report
-_MOST_WORDS = 1 << 16  # bytes of what a child prints that are read
+_MOST_WORDS = 1 << 16  # most bytes to read of a child's output
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSelfTest:
     """The self-test's results on one GPU.
 
-    ``wrong`` has a line to report for each variant that is left out from now on. ``untested`` says how many variants
-    have no result yet, and why: the next self-test tries them again.
+    ``wrong`` has a line for each variant that failed and is not used from now on. ``untested`` says how many variants
+    have no result yet, and why: the next self-test tests them again.
     """
 
     gpu: str
@@ -62,7 +62,7 @@ class SelfTestReport:
 
     @property
     def ok(self) -> bool:
-        """True if all was tested and nothing is wrong; true where there is no GPU."""
+        """True if all variants were tested and none is wrong; True without a GPU."""
         return not any(result.wrong or result.untested for result in self.gpus)
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,12 +81,12 @@ class SelfTestReport:
 
 
 def examine() -> SelfTestReport:
-    """Test all that is left on every GPU of this machine; without a GPU there is nothing to test.
+    """Test all untested variants on every GPU of this machine; without a GPU there is nothing to test.
 
     Raises
     ------
     HostError
-        where no process can be had that does it.
+        if no child process can be started.
     """
     try:
         gpus, _ = gpus_and_driver()
@@ -96,7 +96,7 @@ def examine() -> SelfTestReport:
 
 
 def run(gpus: Sequence[LocalGpu]) -> SelfTestReport:
-    """Test all that is left on these GPUs, one after another. Raises as ``examine`` does."""
+    """Test all untested variants on these GPUs, one GPU after another. Raises HostError as ``examine`` does."""
     snapshot = dispatch_snapshot.snapshot()
     results = []
     for device, local in enumerate(gpus):
@@ -119,11 +119,11 @@ def run(gpus: Sequence[LocalGpu]) -> SelfTestReport:
 
 
 def _results(device: int, left: Sequence[Untested]) -> Iterator[tuple[Untested, str | None, str | None]]:
-    """Yield (variant, fault, reason why it could not be tested) of each; both are None for a right variant.
+    """Yield (variant, fault, reason why it could not be tested) for each; the last two are None for a right variant.
 
-    If a child ends, another goes on with the next variant.
+    If a child process ends, a new child goes on with the next variant.
     """
-    done, lost, last = 0, 0, ""  # lost: number of children in a row that ended in the way ``last``
+    done, lost, last = 0, 0, ""  # lost: number of children in a row that ended with the message ``last``
     while done < len(left):
         with _child() as (process, pipe, last_words):
             if _message(pipe) is None:
@@ -133,7 +133,7 @@ def _results(device: int, left: Sequence[Untested]) -> Iterator[tuple[Untested, 
                 yield from ((rest, None, why) for rest in left[done:])
                 return
             jobs = [[device, entry.bundle.path, entry.bundle.digest.hex(), entry.index] for entry in left[done:]]
-            with contextlib.suppress(OSError):  # it died: the missing message says so
+            with contextlib.suppress(OSError):  # the child died: the missing message shows it
                 pipe.send_bytes(json.dumps(jobs).encode())
             ends = False
             while not ends and done < len(left):
@@ -152,7 +152,7 @@ def _results(device: int, left: Sequence[Untested]) -> Iterator[tuple[Untested, 
 
 @contextlib.contextmanager
 def _child() -> Iterator[tuple[subprocess.Popen[bytes], Connection, Callable[[], str]]]:
-    """A process that tests variants (``self_test_child.py``), its pipe, and a function for its last line on stderr."""
+    """(a process that tests variants by ``self_test_child.py``, its pipe, a function for its last line on stderr)."""
     pipe, theirs = multiprocessing.Pipe()
     with pipe, tempfile.TemporaryFile() as errors:
 
@@ -180,7 +180,7 @@ def _child() -> Iterator[tuple[subprocess.Popen[bytes], Connection, Callable[[],
 
 
 def _message(pipe: Connection) -> bytes | None:
-    """A child's next message; None where it ended, or says nothing for long."""
+    """A child's next message; None if the child ended, or sent nothing for ``SILENT_S``."""
     with contextlib.suppress(OSError, EOFError):
         return pipe.recv_bytes() if pipe.poll(SILENT_S) else None
     return None

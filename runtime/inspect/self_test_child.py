@@ -1,7 +1,7 @@
 """The child process of ``self_test_all.py``: tests variants one after another, and sends a message of JSON after each.
 
-The pipe is its own: what kernels print on the standard output is no result. A first, empty message says that the
-process is ready; then it takes a list of variants.
+Messages have a pipe of their own, as kernels may print on the standard output. The first message is empty and says that
+the process is ready; then the process receives a list of variants.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..driver.cuda import Unfinished, Unusable
 
 _MOST_CHARS = 4096  # most characters of a reason
 
-# (device, path, the bundle's digest in hex, variant) -> what is wrong, or None
+# (device, path, the bundle's digest in hex, variant) -> the fault, or None
 Test = Callable[[int, str, str, int], "str | None"]
 
 
 def serve(pipe: Connection, test: Test) -> None:
-    """Test the variants that are asked for, until one leaves the GPU unusable. A message: [wrong, untested, ends]."""
+    """Test the requested variants until one leaves the GPU unusable. Send [wrong, untested, ends] for each."""
     pipe.send_bytes(b"")
     for job in json.loads(pipe.recv_bytes()):
         wrong = untested = None
@@ -42,7 +42,7 @@ def serve(pipe: Connection, test: Test) -> None:
 
 @contextlib.contextmanager
 def of_digest(path: str, digest: str) -> Iterator[BundleFile]:
-    """The bundle of this path, which has to be the one with this digest (hex)."""
+    """Open the bundle at this path, which must have this digest (hex)."""
     with open_bundle(path) as bundle:
         if bundle.digest.hex() != digest:
             raise BundleCorrupt(f"bundle {path!r}: another file took its place")

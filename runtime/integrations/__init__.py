@@ -1,6 +1,6 @@
-"""Engines and libraries that run on pretuned, a folder each. None imports its engine before it is asked for.
+"""Engines and libraries that can run on pretuned, one folder each. No folder imports its engine at import.
 
 Users and entry points import a folder's ``__init__.py``. Uses pretuned.runtime.
 """
 
-ENGINES = ("vllm", "sglang")  # folders with a PLUG_IN, of engines that find it by an entry point of pyproject.toml
+ENGINES = ("vllm", "sglang")  # the folders with a PLUG_IN, which the engine finds by an entry point in pyproject.toml

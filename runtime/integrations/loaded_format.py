@@ -1,4 +1,4 @@
-"""Describes how an engine's parameters hold quantised weights, and makes ExpertWeights of them."""
+"""Describes how an engine's parameters store quantised weights, and makes ExpertWeights from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..runtime.api.expert_weights import ExpertWeights
 from ..runtime.weights.codes import unpack
 from ..runtime.weights.packings import awq_experts, gptq_experts, packed_experts
 
-GROUPS = (32, 64, 128)  # of int4
+GROUPS = (32, 64, 128)  # supported group sizes of int4
 STATIC_X = "the checkpoint's static scales of x are not used: a call makes scales of its own where it quantises x"
 A4 = "x is not quantised to fp4"
 
@@ -37,7 +37,7 @@ class LoadedFormat:
     divides
         Whether the global scale divides, as compressed-tensors' does.
     less_one, by_word
-        How GPTQ's zero points are stored: as of ``packings.gptq``.
+        How GPTQ's zero points are stored: as in ``packings.gptq``.
     note
         What differs from what the engine computes, for the log.
     """
@@ -79,12 +79,12 @@ class LoadedFormat:
         return self.ends[1:] if self.name == "fp8_channel" else self.ends[2:]
 
     def weights(self, *tensors: torch.Tensor) -> ExpertWeights:
-        """The weights of one product, over its parameters ``ends`` or of copies of them.
+        """The weights of one product, from its parameters in the order of ``ends``. Those of ``derived`` are copied.
 
         Raises
         ------
         InputError
-            for gate and up with two global scales, and what ``ExpertWeights`` refuses.
+            if gate and up have different global scales, and for tensors that ``ExpertWeights`` refuses.
         """
         codes, scale, *more = tensors
         if self.name.startswith("int4"):
@@ -115,20 +115,20 @@ class LoadedFormat:
         return ExpertWeights.int4(codes.view(torch.uint8), scale)
 
     def tensors_of(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
-        """The tensors of weights by ``ends``."""
+        """The tensors of weights, by the name ends of their parameters."""
         more = weights.zero if weights.global_scale is None else weights.global_scale
         tensors = (weights.codes, weights.scale, more)
         return {end: tensor for end, tensor in zip(self.ends, tensors, strict=False) if tensor is not None}
 
 
 def scale_of_rows(scale: torch.Tensor, N: int) -> torch.Tensor:
-    """Scales [E, N], one for each row: as they are, or repeated from one a matrix, or one each for gate and up."""
+    """Scales [E, N], one for each row: given so, or repeated from one scale for each matrix, or for gate and for up."""
     each = scale.flatten(1) if scale.dim() > 1 else scale[:, None]
     return each.repeat_interleave(N // each.shape[1], 1) if each.shape[1] < N else each
 
 
 def _one_each(scale: torch.Tensor) -> torch.Tensor:
-    """The global scale [E] of each expert. InputError where gate and up have two."""
+    """The global scale [E] of each expert. InputError if gate and up have different scales."""
     each = scale.flatten(1) if scale.dim() > 1 else scale[:, None]
     if not each.is_meta and bool((each != each[:, :1]).any()):
         e = int((each != each[:, :1]).any(1).nonzero()[0])
@@ -140,14 +140,14 @@ def _one_each(scale: torch.Tensor) -> torch.Tensor:
 
 
 def int4_name(bits: int, group: int, *, zeros: bool) -> tuple[str | None, str]:
-    """The name of int4 in groups of so many columns; or None, and why pretuned serves no such weights."""
+    """(the format's name, ""), such as int4_g128; or (None, why pretuned does not support such weights)."""
     if bits != 4 or group not in GROUPS:
         return None, f"{bits} bits in groups of {group}: pretuned serves 4 in groups of 32, 64 or 128"
     return f"int4_g{group}{'_zp' if zeros else ''}", ""
 
 
 def order_refusal(actorder: Any) -> str | None:
-    """Why compressed-tensors' ``actorder`` is none that pretuned serves; None if groups are of neighbours in K."""
+    """Why pretuned does not support compressed-tensors' ``actorder``; None if a group's columns are contiguous in K."""
     order = getattr(actorder, "value", actorder)
     if order in (None, False, "static", "weight"):
         return None

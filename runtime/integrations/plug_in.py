@@ -1,4 +1,4 @@
-"""The common part of the serving engines' plug-ins before there is a layer: switch, engine's version, failures.
+"""What the serving engines' plug-ins do before there is a layer: check the switch and the version, log failures.
 
 Every process of an engine imports this module, also for models without experts. So it needs the standard library only.
 """
@@ -28,13 +28,14 @@ class PlugIn:
     switch
         The environment variable: 0 or false is off, 1 or true runs every layer that pretuned can run.
     first, last
-        The oldest and the newest version that the tests ran with, as (0, 20, 2) and (0, 33): any patch of the newest.
+        The oldest and the newest version that the tests ran with, such as (0, 20, 2) and (0, 33). A newest version of
+        two numbers includes all its patch releases.
     group
-        The engine's group of entry points, which pyproject.toml has pretuned in.
+        The engine's entry point group, in which pyproject.toml registers pretuned.
     listed
         The environment variable that lists the plug-ins that the engine loads.
     distributions
-        The names under which the package is installed; () for its own.
+        The names of the distributions that install the package; () if the name is the package's.
     """
 
     def __init__(
@@ -91,9 +92,9 @@ class PlugIn:
         return True
 
     def say_active(self, log: Callable[[str], object] | None = None) -> None:
-        """Log that pretuned is active, and how to switch it off: in an engine's first process, if its loggers are set.
+        """Log that pretuned is active, and how to switch it off, in an engine's first process, if its loggers are set up.
 
-        Some versions set them up later. So this is called again with a layer: ``log`` is for the process that has it.
+        Some versions set up loggers later. So the first layer's process calls this again, with its logger as ``log``.
         """
         text = "pretuned is active: it runs the MoE layers that it has kernels for. "
         self._log_once_an_engine(logging.INFO, f"{text}{self.switch}=0 switches it off", log)
@@ -105,7 +106,7 @@ class PlugIn:
         return bool(numbers) and self.first <= numbers and numbers[: len(self.last)] <= self.last
 
     def attempt(self, doing: str, call: Callable[..., _T], *arguments: Any) -> _T | None:
-        """The result of ``call``; None after any exception, which is logged: the engine's own code runs then."""
+        """The result of ``call``; None after any exception, which is logged. The engine's own code then runs."""
         try:
             return call(*arguments)
         except Exception as error:
@@ -132,19 +133,19 @@ class PlugIn:
             self.log.debug("pretuned: layers are not counted: %s", error)
 
     def count_given_back(self) -> None:
-        """A layer that was counted as pretuned's is the engine's."""
+        """Correct the gauge: a layer that was counted as pretuned's is now the engine's."""
         self.count(taken=True, layers=-1)
         self.count(taken=False)
 
     def _log_once_an_engine(self, level: int, line: str, log: Callable[[str], object] | None = None) -> None:
-        """Log a line unless this process or an engine's first one has logged it. Other processes need ``log``."""
+        """Log a line, unless this process or the engine's first process has logged it. Other processes need ``log``."""
         if line in self._logged:
             return
-        import multiprocessing  # here: an engine has imported it
+        import multiprocessing  # imported here: engines have imported it already
 
         marker = f"_{self.switch}_LOGGED"  # an environment variable that the engine's other processes inherit
         if multiprocessing.parent_process() is None:
-            os.environ.pop(marker, None)  # of another engine, which this one's command was started by
+            os.environ.pop(marker, None)  # set by another engine whose process started this one
         elif log is None or os.environ.get(marker) == line:
             return
         if not self.log.isEnabledFor(level):
@@ -159,22 +160,22 @@ class PlugIn:
 
 @functools.cache
 def _gauge() -> Any:
-    from prometheus_client import Gauge  # engines have it
+    from prometheus_client import Gauge  # installed with the engines
 
-    # Of several processes that share PROMETHEUS_MULTIPROC_DIR, the sum.
+    # Processes that share PROMETHEUS_MULTIPROC_DIR report their sum.
     labels = ["engine", "runs"]
     return Gauge("pretuned_moe_layers", "MoE layers by who runs them", labels, multiprocess_mode="livesum")
 
 
 class _Imports:
-    """A finder on ``sys.meta_path`` that finds nothing itself: it calls back after other modules were imported."""
+    """A finder on ``sys.meta_path`` that finds no module itself: it calls functions after modules were imported."""
 
     def __init__(self) -> None:
         self._calls: dict[str, list[Callable[[Any], object]]] = {}
         self._finding: set[str] = set()
 
     def add(self, name: str, call: Callable[[Any], object]) -> None:
-        """Call back with module ``name``, now or once it is imported."""
+        """Call ``call`` with module ``name``, now or once it is imported."""
         if name in sys.modules:
             call(importlib.import_module(name))  # waits for a thread that is importing it now
             return
@@ -185,7 +186,7 @@ class _Imports:
             calls.append(call)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Part of the protocol of finders. It never raises: the module is imported as without it."""
+        """Part of the protocol of finders. It never raises, so the module's import is not affected."""
         if name not in self._calls or name in self._finding:
             return None
         self._finding.add(name)
@@ -194,7 +195,7 @@ class _Imports:
             if spec is not None:
                 self._call_after(name, spec.loader)
             return spec
-        except Exception:  # a parent that can't be imported, or a loader that takes no attribute
+        except Exception:  # a parent that can't be imported, or a loader whose attributes can't be set
             return None
         finally:
             self._finding.discard(name)
@@ -203,7 +204,7 @@ class _Imports:
         run = loader.exec_module
 
         def exec_module(module: Any) -> None:
-            del loader.exec_module  # the loader's own again
+            del loader.exec_module  # restores the loader's own method
             run(module)
             for call in self._calls.pop(name, ()):
                 call(module)
@@ -215,8 +216,8 @@ _imports = _Imports()
 
 
 def when_imported(name: str, call: Callable[[Any], object]) -> None:
-    """Call ``call`` with the module ``name`` after it was imported: now if it is there. Imports nothing.
+    """Call ``call`` with the module ``name`` once it is imported; now if it is imported already. Imports nothing.
 
-    ``call`` must not raise. A second request with the same ``call`` changes nothing.
+    ``call`` must not raise. Registering an equal ``call`` again changes nothing.
     """
     _imports.add(name, call)

@@ -1,4 +1,4 @@
-"""A layer of experts as a serving engine has it: which bundle's kernels are for it, and how they are loaded."""
+"""A serving engine's layer of experts: whether the bundles have kernels for it, and how these are loaded."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ from ..runtime.weights.padding import padded
 if TYPE_CHECKING:
     import torch
 
-_ROWS = 1 << 16  # the most rows to check: more rows use the choice for this many
+_ROWS = 1 << 16  # the most rows to check: more rows use the choice for this number
 _NEAR = 2  # a time measured at up to twice, or down to half, the rows counts for these rows
 
 
 def expected_rows(tokens: int, top_k: int, here: int, experts: int, shared: int = 0) -> int | None:
-    """The expected number of (token, slot) pairs for this rank's experts, all equally likely; None if all are here.
+    """The expected number of (token, slot) pairs for this rank's experts; None if this rank has all experts.
 
-    This rank has ``here`` of ``experts``. ``shared`` of them are on every rank, and every token chooses them.
+    This rank has ``here`` of ``experts``; all are equally likely, except ``shared`` of them, which are on every rank
+    and which every token chooses.
     """
     own, total = here - shared, experts - shared
     return tokens * shared + tokens * (top_k - shared) * own // total if 0 < own < total else None
 
 
 def received_rows(tokens: int, top_k: int, here: int, experts: int, shared: int = 0) -> int | None:
-    """``expected_rows`` of tokens that an all-to-all has brought: each chooses one expert of this rank or more."""
+    """``expected_rows`` for tokens that an all-to-all has brought: each chooses at least one expert of this rank."""
     own, total, routed = here - shared, experts - shared, top_k - shared
     if not 0 < own < total:
         return None
@@ -68,7 +69,7 @@ class ServedLayer(NamedTuple):
     shared: int = 0
 
     def rows(self, tokens: int) -> int:
-        """The rows that kernels are chosen for, of so many tokens."""
+        """The number of rows that kernels are chosen for in a step of ``tokens`` tokens."""
         expected = expected_rows(tokens, self.top_k, self.E, self.experts, self.shared)
         return tokens * self.top_k if expected is None else expected
 
@@ -83,7 +84,7 @@ class ServedLayer(NamedTuple):
         return self.products(self.width)
 
     def products(self, width: int) -> tuple[Problem, Problem]:
-        """``problems`` of weights of another width."""
+        """``problems`` for weights with I = ``width``."""
         *_, dtype = dtypes_of(self.dtype.value)
         return self._products(dtype, width)
 
@@ -102,7 +103,7 @@ class ServedLayer(NamedTuple):
 
     @property
     def build_line(self) -> str:
-        """The command that builds a bundle for it and, on a machine with the GPU, measures."""
+        """The command that builds a bundle for the layer and, on a machine with the GPU, measures its kernels."""
         options = "" if self.act.gated else " gated=0"
         if self.dtype.quantised:
             options += f" weights={self.dtype.value.removesuffix('_a16')}"
@@ -117,9 +118,9 @@ class ServedLayer(NamedTuple):
 
 
 def choose_invariantly() -> Invariance | None:
-    """Turn the batch-invariant mode on in this process and those it starts, as an engine's own switch says.
+    """Turn the batch-invariant mode on in this process and its children, because the engine's own switch is on.
 
-    PRETUNED_BATCH_INVARIANT has the last word: None is returned where that is 0.
+    PRETUNED_BATCH_INVARIANT=0 overrides the switch: then return None.
     """
     if BATCH_INVARIANT not in os.environ:
         os.environ[BATCH_INVARIANT] = "1"
@@ -128,20 +129,20 @@ def choose_invariantly() -> Invariance | None:
 
 
 def lacks(layer: ServedLayer, local: LocalGpu, *, tokens: int, any_variant: bool = False) -> str | None:
-    """Why the bundles are none for this layer on a GPU, in steps of 1 to ``tokens`` tokens; None where they are.
+    """Why the bundles do not suit this layer on a GPU, in steps of 1 to ``tokens`` tokens; None if they do.
 
-    Each product is to have choices that were made for it, and measured on a GPU of this capability, near every number
-    of rows that kernels of a step are chosen for. Where the engine would quantise x, the product that does so is to
-    have them as well: for many rows the other one takes half as long again. With ``any_variant`` it is enough that
-    something runs. In the batch-invariant mode the product that runs is asked for alone, and what was measured of
-    shapes around it will do: of some rows no choice has the order of the others.
+    Both products need choices of their own, measured on a GPU of this capability, near every number of rows that a step
+    chooses kernels for. If the engine would quantise x, the product with quantised x needs such choices, too: for many
+    rows, the product with bf16 x takes 1.5x as long. With ``any_variant`` any kernel suffices. In the batch-invariant
+    mode only the product that runs is checked, and measured choices of similar shapes suffice: for some rows, no choice
+    sums in the order of the others.
     """
     if not platform_supported():
         return f"bundles run on linux x86_64 and aarch64, this is {platform_name()}"
     if layer.dtype.quantised and not has_code(Op.FORWARD, layer.problems[0].dtype, local.sm, Layout.NK):
         return f"no kernel for {local} reads {layer.dtype.value} weights in the order that engines' layers are put into"
     key = ("lacks", layer, local, tokens, any_variant)
-    answers = dispatch_snapshot.snapshot().rankers  # a model's layers are alike
+    answers = dispatch_snapshot.snapshot().rankers  # cached: a model's layers are equal
     if key not in answers:
         answers[key] = _lacks(layer, local, tokens, any_variant)
     answer: str | None = answers[key]
@@ -174,20 +175,20 @@ def _is_measured(decision: Decision) -> bool:
 
 @functools.cache
 def load(layer: ServedLayer, device: int) -> Preloaded:
-    """Load all that the layer's calls can come to: later ones load nothing, and can be captured in a graph."""
+    """Load all kernels that the layer's calls can need: later calls load nothing, and can be captured in a graph."""
     return preload(problems=layer.all_problems, device=device)
 
 
 def prepared(
     weights: Iterable[ExpertWeights], switch: str, *, on_gpu: bool, in_place: bool = False
 ) -> tuple[ExpertWeights, ...]:
-    """Prepared weights, in new tensors or, with ``in_place``, written over those that are given.
+    """Return prepared weights, in new tensors or, with ``in_place``, in the memory of ``weights``.
 
     Raises
     ------
     InputError
-        for scales or codes that no kernel takes, where a GPU is to read them. ``switch`` is the variable that leaves a
-        checkpoint to the engine.
+        for scales or codes that no kernel supports, with ``on_gpu``. The message names ``switch``, the variable that
+        leaves a checkpoint to the engine.
     """
     ready: list[ExpertWeights] = []
     try:
@@ -206,9 +207,9 @@ def prepared(
 
 
 def widened(weights: ExpertWeights, width: int, act: RowActivation, *, down: bool) -> ExpertWeights:
-    """The weights of gate_up, or of ``down``, of a layer whose width I is padded with zeros to ``width``.
+    """Pad the weights of gate_up, or with ``down`` of down, with zeros from I to ``width``.
 
-    The activation says where gate_up's rows of zeros belong: after gate's and after up's, or after pairs of these.
+    ``act`` says where gate_up's rows of zeros belong: after gate's and after up's rows, or after pairs of rows.
     """
     _, N, K = weights.shape
     if down:
@@ -218,7 +219,7 @@ def widened(weights: ExpertWeights, width: int, act: RowActivation, *, down: boo
 
 
 def pad_bias(bias: torch.Tensor, own: int, width: int, act: RowActivation) -> torch.Tensor:
-    """gate_up's bias [E, 2 * own, or longer], with zeros where ``widened`` gives its weights rows of zeros."""
+    """gate_up's bias [E, 2 * own, or longer], with zeros where ``widened`` pads the weights with rows of zeros."""
     halves = 2 if act.gated else 1
     parts = 1 if act.interleaved else halves
     wide = bias.new_zeros(bias.shape[0], parts, halves * width // parts)
@@ -227,7 +228,7 @@ def pad_bias(bias: torch.Tensor, own: int, width: int, act: RowActivation) -> to
 
 
 def follow(first: Iterable[ExpertWeights], now: Iterable[ExpertWeights]) -> None:
-    """Copy weights loaded again, where they are elsewhere, to where the first ones are: a captured graph reads them.
+    """Copy weights that were loaded again to the first ones' memory, from which captured graphs read them.
 
     Raises
     ------

@@ -5,10 +5,10 @@
     register()
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", experts_implementation="pretuned")
 
-transformers, from 5.8 on, hands a function so registered the experts' module, with how its weights lie as attributes,
-the tokens and their routing. Experts that stay in fp8 with a scale for each 128 x 128 (DeepSeek-V3, Qwen3-*-FP8), or in
-DeepSeek-V4's fp4, go through an interface of their own, for the same function. Others that a checkpoint has quantised
-stay so where ``packed.py`` keeps them. Nothing here imports transformers, but ``register``.
+From 5.8 on, transformers calls a registered function with the experts' module, whose attributes say the layout of its
+weights, and with the tokens and their routing. For experts in fp8 with a scale for each 128 x 128 (DeepSeek-V3,
+Qwen3-*-FP8), or in DeepSeek-V4's fp4, transformers has a second interface; the function is registered there, too. Other
+quantised experts stay quantised if ``packed.py`` loads them so. Only ``register`` imports transformers.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from .quantised import refresh as refresh
 from .quantised import restore as restore
 from .usage import watch_models
 
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # of all ranks, in a config
-_CALLED = "_pretuned_called"  # in a module whose first call is over
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # a config's names for the experts of all ranks
+_CALLED = "_pretuned_called"  # attribute of a module after its first call
 
 _Adapters: TypeAlias = tuple[Lora | None, Lora | None]
 
 _transformed = torch._C._are_functorch_transforms_active
 _COMPUTED = (*DTYPES, torch.float64)
-_training: str | None = None  # register's
+_training: str | None = None  # the argument of ``register``
 
 _log = logging.getLogger(__name__)
 
@@ -63,23 +63,24 @@ def register(training: str | None = None) -> None:
     """Make ``experts_implementation="pretuned"`` known to transformers. A second call changes ``training`` alone.
 
     Experts of models made from now on are prepared when they come to a GPU (``prepare``), by
-    ``from_pretrained(device_map=...)`` or ``model.to``, not in the first step. Experts of compressed-tensors'
-    checkpoints stay quantised (``keep_compressed_tensors``). If pretuned can't run a module, its own code does, and the
-    reason is logged once; ``PRETUNED_STRICT=1`` makes that an error. One line a model at level INFO has the
-    layers that pretuned runs (``usage.py``).
+    ``from_pretrained(device_map=...)`` or ``model.to``, not in the first step. Experts of compressed-tensors
+    checkpoints stay quantised (``keep_compressed_tensors``). If pretuned can't run a module, the module's own code does,
+    and the reason is logged once; ``PRETUNED_STRICT=1`` makes that an error. For each model, one line at level INFO
+    names the layers that pretuned runs (``usage.py``).
 
     Parameters
     ----------
     training
-        "fp8" runs experts whose weights require a gradient in fp8, in evaluation, too: ``precision`` of ``moe_mlp``.
-        Those with adapters, or that fp8 does not take, keep their precision; the reason is logged once. None: all do.
+        "fp8" runs experts whose weights require a gradient in fp8, also in evaluation: ``precision`` of ``moe_mlp``.
+        Experts with adapters, or that fp8 does not support, keep their precision, and the reason is logged once. With
+        None, all experts keep their precision.
 
     Raises
     ------
     InputError
         for another ``training``.
     ImportError
-        for a transformers without an interface for experts: before 5.8.
+        for a transformers before 5.8, which has no interface for experts.
     """
     global _training
     if training not in (None, "fp8"):
@@ -106,9 +107,10 @@ def _watch_models() -> None:
 
 
 def _seen(parent: Any, name: str, module: Any) -> None:
-    """torch's hook where a module gets a part: the class of one that has experts prepares them where they come to.
+    """torch's hook for a module ``parent`` that gets a submodule: patch the classes that experts need.
 
-    One of PEFT's that gets a model is to see quantised experts as weights (``injection.py``).
+    The class of an experts' module then prepares experts when they are moved to a GPU. A PEFT class that wraps a model
+    then sees quantised experts as weights (``injection.py``).
     """
     if "is_transposed" in getattr(module, "__dict__", ()) and hasattr(module, "_apply_gate"):
         _prepares(type(module))  # type: ignore[arg-type]
@@ -141,9 +143,9 @@ def _on_gpu(experts: Any) -> bool:
 
 
 def prepare(experts: Any) -> None:
-    """Load the kernels that an experts' module can come to, and prepare its quantised weights for these.
+    """Load the kernels that an experts' module can need, and prepare its quantised weights for these kernels.
 
-    What can't be prepared is left to the first call, logged once.
+    If that fails, the reason is logged once, and the first call tries again.
     """
     try:
         first = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
@@ -163,7 +165,7 @@ def _load(problems: frozenset[Problem], device: int) -> None:
 
 
 def _problems(experts: Any, names: tuple[str, str], codes: list[ExpertWeights | None]) -> frozenset[Problem]:
-    """The products of a module: the forward's, and the gradients' where something of it has one."""
+    """The problems of a module: the forward's products, and the gradients' if one of its parameters requires a gradient."""
     problems: set[Problem] = set()
     layout = Layout.KN if experts.is_transposed else Layout.NK
     for name, weights in zip(names, codes, strict=True):
@@ -193,16 +195,16 @@ def _tell(line: str) -> None:
 def experts_or_own(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """``experts_forward``, or the module's own code where that refuses it."""
+    """Run ``experts_forward``, or the module's own code if ``experts_forward`` refuses the module."""
     if torch.compiler.is_compiling():
-        if "parametrizations" in self._modules:  # read while torch traces, they go wrong: torch.nn.utils.parametrize
+        if "parametrizations" in self._modules:  # torch.nn.utils.parametrize gives wrong weights if torch traces the read
             return torch.compiler.disable(experts_or_own)(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-untyped-call,no-any-return]
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
     try:
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
     except InputError as error:
         own = _own(type(self))  # type: ignore[arg-type]
-        if own is None or settings().strict or any_held(self) or adds_to_codes(self):  # it has no adapters of codes
+        if own is None or settings().strict or any_held(self) or adds_to_codes(self):  # the module's own code can't add adapters to codes
             raise
         if was_cast(self):
             raise
@@ -214,7 +216,7 @@ def experts_or_own(
 
 @functools.cache
 def _own(kind: Any) -> Any:
-    """The forward that transformers' dispatch stands for, or None; FP8Experts' is wrapped anew for each layer."""
+    """The module's own forward, which transformers' dispatch wraps, or None. FP8Experts are wrapped anew for each layer."""
     forward, dispatch = kind.forward, getattr(kind.forward, "__code__", None)
     if not hasattr(forward, "__wrapped__"):
         return None
@@ -229,21 +231,21 @@ def experts_forward(
     """out[t] = sum over slots s of weight[t, s] * expert[t, s](hidden[t]); an id outside [0, E) takes no part.
 
     ``self`` is the experts' module: gate_up_proj (up_proj without a gate) and down_proj, [E, N, K] or, with
-    ``is_transposed``, [E, K, N]. Where one has an adapter by PEFT's ``target_parameters``, that runs beside its
-    product, and W + s B A is not made (``adapters.py``). hidden_states is [T, H], top_k_index and top_k_weights are [T,
-    k]. A product is computed in the dtype of its weight, to which what it multiplies and its bias are cast; with
-    quantised weights (``quantised.py``) in that of the tokens, which are not quantised.
+    ``is_transposed``, [E, K, N]. If a weight has an adapter by PEFT's ``target_parameters``, A and B are multiplied
+    apart, and W + s B A is not computed (``adapters.py``). hidden_states is [T, H], top_k_index and top_k_weights are
+    [T, k]. A product is computed in the dtype of its weight, to which its input and bias are cast; with quantised
+    weights (``quantised.py``), in the tokens' dtype.
 
-    One ``moe_mlp`` where what the module does between its products is transformers' own code for an activation that
-    ``activate`` has (``gates.py``); else, and where torch.compile traces it, two grouped GEMMs around the module's own
-    code. Inside torch.func's transforms torch computes it, with a copy of its expert's weights for every slot.
+    One ``moe_mlp`` runs if the module's code between its products is transformers' own code for an activation that
+    ``activate`` has (``gates.py``). Otherwise, and if torch.compile traces the call, two grouped GEMMs run around the
+    module's own code. Inside torch.func's transforms torch computes each slot with a copy of its expert's weights.
 
     Raises
     ------
     InputError
-        for weights that are quantised otherwise, or spread over ranks otherwise than by whole experts.
+        for weights in an unsupported quantised format, or split over ranks other than by whole experts.
     """
-    gated, normed = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # later ones have it
+    gated, normed = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # newer modules have both
     compiling = torch.compiler.is_compiling()
     sliced = not compiling and _transformed()
     first_name = "gate_up_proj" if gated else "up_proj"
@@ -285,14 +287,14 @@ def experts_forward(
     else:
         y = _grouped(self, hidden, layer_weights, top_k_index, gated, second, lora)
     wide = torch.promote_types(y.dtype, torch.float32)
-    if normed:  # what it makes of a row that no expert wrote is no expert's
+    if normed:  # the norm's result for a row without an expert is dropped
         y = self.post_expert_norm(y).masked_fill(outside.reshape(-1, 1), 0)
     weights = top_k_weights.masked_fill(outside, 0)[..., None].to(wide)
     return (y.view(T, k, -1).to(wide) * weights).sum(1).to(hidden_states.dtype)
 
 
 def _in_training(experts: Any, weights: tuple[Any, ...], call: Any, lora: Any) -> torch.Tensor:
-    """A call in the precision of ``register(training=...)`` if all weights learn and have no adapters.
+    """Run a call in the precision of ``register(training=...)`` if all weights require a gradient and none has an adapter.
 
     ``weights`` are the call's weights and adapters.
     """
@@ -308,7 +310,7 @@ def _in_training(experts: Any, weights: tuple[Any, ...], call: Any, lora: Any) -
 
 
 def _between(experts: Any, h: torch.Tensor, gated: bool, dtype: torch.dtype) -> torch.Tensor:
-    """The module's own code; in the second weight's dtype, as transformers' own products have it."""
+    """The module's own code between its products, in the second weight's dtype, as transformers runs it."""
     a: torch.Tensor = experts._apply_gate(h) if gated else experts.act_fn(h)
     return a.to(dtype)
 
@@ -322,12 +324,12 @@ def _grouped(
     dtype: torch.dtype,
     lora: _Adapters,
 ) -> torch.Tensor:
-    """y [T*k, H] of every slot by two grouped GEMMs; zeros where it has no expert."""
+    """y [T*k, H] of every slot by two grouped GEMMs; zeros for a slot without an expert."""
     w1, w2, b1, b2 = layer_weights
     k, layout = ids.shape[1], "kn" if experts.is_transposed else "nk"
     routing = sort_routing(ids, w1.shape[0])
     rows, m_sizes, expected = routing.gather_indices, routing.m_sizes, _expected(experts, ids)
-    # Zeros in rows of no expert: nothing reads them, but a gradient of the module's own code may not make them NaN.
+    # Rows without an expert are zero: nothing reads them, but the gradient of the module's code must not make them NaN.
     zeroes = torch.is_grad_enabled()
     first = functools.partial(
         grouped_gemm,
@@ -363,7 +365,8 @@ def _grouped(
 def _expected(experts: Any, ids: torch.Tensor) -> int | None:
     """The expected number of ids for this rank's experts, if other ranks have the rest; None if every id is for them.
 
-    With one id for each token every id is: transformers' all-to-all sends such tokens, only to their experts' rank.
+    With one id for each token, every id is for this rank: transformers' all-to-all sends tokens so, only to the rank of
+    their expert.
     """
     tokens, top_k = ids.shape
     if not getattr(experts, "_is_expert_parallel", False) or top_k == 1:
@@ -398,7 +401,7 @@ def _slot_by_slot(
 
 
 def _whole(w: torch.Tensor | ExpertWeights, lora: Lora | None, dtype: torch.dtype) -> torch.Tensor:
-    """W + scale B A, of quantised weights [E, N, K]; of others what was read has its adapter."""
+    """W + scale B A of quantised weights, [E, N, K]; other weights are returned unchanged: they contain their adapter."""
     if not isinstance(w, ExpertWeights):
         return w
     dense = w.dequantize(dtype)
@@ -410,8 +413,8 @@ def _weights(
 ) -> tuple[Weights | FrozenWeights, _Adapters]:
     """The module's weights as this rank has them, its biases in their dtypes, and the adapters of the weights.
 
-    InputError for what can't be used. Beside quantised weights biases are of ``dtype``.
-    ``as_read``: adapters are not looked for, but in the weights; those of quantised weights are none that is read.
+    InputError for unusable tensors. With quantised weights, biases are cast to ``dtype``. With ``as_read`` weights are
+    read with their adapters merged, except quantised weights, whose adapters are returned.
     """
     compiling = torch.compiler.is_compiling()
     gate_up, down = quantised(experts, first), quantised(experts, "down_proj")
@@ -442,13 +445,13 @@ def _captures(w: ExpertWeights) -> bool:
 
 
 def _prepare_first(experts: Any, w: ExpertWeights) -> bool:
-    """Prepare a module in its first call, if no hook did when it came to the GPU. Returns whether weights changed."""
+    """Prepare a module in its first call, if no hook has done so before. Returns whether the weights changed."""
     if _captures(w):
         experts.__dict__[CAPTURED] = True
         return False
     if _CALLED in experts.__dict__ or not _prepare_here(w):
         return False
-    with lock("first call of experts"):  # of several threads one prepares, the others wait
+    with lock("first call of experts"):  # one thread prepares, the others wait
         if _CALLED not in experts.__dict__ and not was_prepared(experts):
             prepare(experts)
         experts.__dict__[_CALLED] = True
@@ -472,7 +475,7 @@ def _usable(experts: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_held(experts: Any, name: str, many: int) -> None:
-    """Raise InputError if the ids are counted by another number of experts than there are here."""
+    """Raise InputError if the ids are for another number of experts than this module has."""
     held = getattr(experts, "num_experts", None)
     if getattr(experts, "_is_expert_parallel", False) and held is not None and held != many:
         # Ids are relative to this rank's experts: an id of another rank's expert would select one of these.
@@ -486,8 +489,8 @@ def _check_held(experts: Any, name: str, many: int) -> None:
 
 
 def _is_spread(tensor: torch.Tensor) -> bool:
-    """True if it is a DTensor, of which this rank has a part."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # who made one has imported it
+    """True if ``tensor`` is a DTensor, of which this rank has a part."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # imported if there is any DTensor
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
@@ -497,7 +500,7 @@ def _spread(tensor: Any) -> str:
 
 
 def _of_this_rank(experts: Any, name: str, tensor: Any) -> torch.Tensor:
-    """This rank's experts, where whole ones are spread and the ids count those that it has; else InputError."""
+    """This rank's experts of a DTensor that is split by whole experts, with ids relative to this rank; else InputError."""
     shard = sys.modules["torch.distributed.tensor"].Shard
     by_experts = all(
         many == 1 or (type(place) is shard and place.dim == 0)

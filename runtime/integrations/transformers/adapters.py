@@ -1,14 +1,14 @@
-"""PEFT's adapters on experts, run beside the product: W stays as it is. Nothing here imports PEFT.
+"""PEFT's adapters on experts: A and B are multiplied apart from W, which does not change. Nothing here imports PEFT.
 
-Of plain weights ``target_parameters`` puts adapters on, and while a wrapped module runs PEFT has its parameter
-parametrised: reading it makes W + scaling * lhs @ rhs, of every expert. If the parametrization is exactly that, PEFT's
-own code (known by its source), the parameter below it and the two factors are taken instead. Nothing is assumed of
-anything else: it is read, as PEFT has it, and the reason is logged once. PEFT registers its parametrization anew in
-each forward, and torch makes W + scaling * lhs @ rhs once then, to look at its shape and dtype, which are W's. Once
-PEFT's class was recognised it is spared that (``_spare``): W itself is looked at.
+PEFT's ``target_parameters`` adapts plain weights. While an adapted module runs, PEFT parametrises its parameter: each
+read computes W + scaling * lhs @ rhs of every expert. If the parametrization is exactly PEFT's own code (recognised by
+its source), W and the two factors are read instead. Any other parametrization is read as it is, and the reason is
+logged once. PEFT registers its parametrization anew in each forward, and torch then computes W + scaling * lhs @ rhs
+once, to check its shape and dtype, which are W's. Once PEFT's class was recognised, torch's check gets W itself
+(``_spare``).
 
-Experts that stay quantised hold the adapters of their weights while a call with them runs: A and B run beside the
-codes.
+Quantised experts have the adapters of their weights as an attribute while a call with adapters runs: A and B are
+multiplied apart from the codes.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from .quantised import ENDS, quantised
 
 NAME = "pretuned"
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
-_HELD = "_pretuned_adapters"  # in an experts' module while a call with adapters runs: each weight's
+_HELD = "_pretuned_adapters"  # attribute of an experts' module during a call: the adapter of each weight
 _PEFT = "peft.tuners.lora.layer"
-_SPARED = "_pretuned_spared"  # PEFT's own function, of the one that stands for it
+_SPARED = "_pretuned_spared"  # attribute of the patched function: PEFT's own function
 _CHECK = ParametrizationList.__init__.__code__
-_NEAR = 12  # callers between it and a parametrization's forward, at most: there are six
+_NEAR = 12  # most callers to search for ``_CHECK``; it is the sixth above a parametrization's forward
 
 _log = logging.getLogger(__name__)
 _logged: set[str] = set()
 
 
 def adapted(experts: Any, name: str) -> tuple[torch.Tensor, Lora | None]:
-    """A parameter of the experts' module and its adapter; as it reads where there is none that is recognised."""
+    """A parameter of the experts' module, and its adapter. Without a recognised adapter: the parameter as read, and None."""
     lists = experts.__dict__.get("_modules", {}).get("parametrizations")
     if lists is not None and name in lists:
         parametrizations = lists[name]
@@ -66,7 +66,7 @@ def _lora(proxy: Any, transposed: bool) -> Lora:
 
 
 def _unknown(parametrizations: Any) -> str | None:
-    """Why the parametrizations of a parameter are not one adapter of PEFT's as it is known here."""
+    """Why a parameter's parametrizations are not exactly one adapter of PEFT's known code; None if they are."""
     if len(parametrizations) != 1:
         return f"it has {len(parametrizations)} parametrizations"
     proxy, original = parametrizations[0], getattr(parametrizations, "original", None)
@@ -100,10 +100,10 @@ def _unknown(parametrizations: Any) -> str | None:
 
 
 def _spare(kind: Any) -> None:
-    """From now on PEFT's parametrization does not make the matrices of all experts for torch to look at their shape.
+    """Patch PEFT's parametrization so that torch's check of it gets W, and not newly computed matrices of all experts.
 
-    What torch's check makes is of W's shape and dtype by construction, and is thrown away. Any other call of the
-    parametrization, whoever makes it, runs PEFT's own function.
+    The check's matrices would have W's shape and dtype, and be thrown away. All other calls of the parametrization run
+    PEFT's own function.
     """
     forward = vars(kind)["forward"]
     if hasattr(forward, _SPARED):
@@ -136,7 +136,7 @@ def _is_known(code: CodeType) -> bool:
 
 
 def codes_name(experts: Any, name: str) -> str | None:
-    """The name under which the codes of a weight are in a module, whatever runs it; None if it is not quantised."""
+    """The name of a weight's codes in a module, whoever runs the module; None if the weight is not quantised."""
     if "is_transposed" not in getattr(experts, "__dict__", ()):
         return None
     for codes_end, scale_end in ENDS:
@@ -151,22 +151,22 @@ def _is_weight(tensor: torch.Tensor) -> bool:
 
 
 def view(experts: Any, name: str) -> torch.Tensor | None:
-    """A weight that lies as codes in a module on pretuned, as PEFT is to see it: its shape, no numbers, no memory.
+    """A tensor that stands for a weight whose codes pretuned runs, for PEFT: the weight's shape, but no values or memory.
 
-    None for any other module or name, and for codes that don't run here.
+    None for any other module or name, and for codes that pretuned does not run.
     """
     running = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     return view_anywhere(experts, name) if running == NAME else None
 
 
 def view_anywhere(experts: Any, name: str) -> torch.Tensor | None:
-    """``view`` of a weight, whatever runs the experts."""
+    """``view`` of a weight, whoever runs the experts."""
     if "is_transposed" not in getattr(experts, "__dict__", ()):
         return None
     try:
         w = quantised(experts, name)
     except InputError:
-        return None  # its forward says why
+        return None  # the module's forward reports the reason
     if w is None:
         return None
     E, N, K = w.shape
@@ -191,7 +191,7 @@ def adds_to_codes(experts: Any) -> bool:
 def held(experts: Any, name: str, lora: Lora) -> Iterator[None]:
     """Within the block, calls of the experts use this adapter for the weight ``name``."""
     adapters: dict[str, Lora] | None = getattr(experts, _HELD, None)
-    if adapters is None:  # (torch 2.11's compiler traces no setdefault of __dict__)
+    if adapters is None:  # torch 2.11's compiler can't trace __dict__.setdefault
         adapters = {}
         setattr(experts, _HELD, adapters)
     adapters[name] = lora

@@ -1,10 +1,10 @@
-"""The documented calls of Unsloth's MoE kernels, by their names and parameters, on pretuned: change the import.
+"""Drop-in replacements for the documented calls of Unsloth's MoE kernels: change the import, and pretuned runs them.
 
     from pretuned.integrations.unsloth import grouped_gemm, get_or_autotune_moe_kernels
 
-Written from that project's documentation alone. Tiles, warps, stages and TMA that a caller names are preferences: of
-the configs that a bundle has for the call, the nearest runs; logged at level DEBUG. Nothing of Unsloth is imported, and
-Triton and ``pretuned.aot`` only where tuning is asked for.
+Written from Unsloth's documentation alone. The tiles, warps, stages and TMA of a call are preferences: the nearest
+config that a bundle has for the call runs, and is logged at level DEBUG. Nothing of Unsloth is imported; Triton and
+``pretuned.aot`` are imported only for tuning.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _logged: set[str] = set()
 
 @dataclasses.dataclass
 class KernelConfig:
-    """A preferred kernel: a tile, its warps and stages. What pretuned has no knob for changes nothing.
+    """A preferred kernel: a tile, its warps and stages. Settings that pretuned lacks change nothing.
 
     ``permute_x``, ``permute_y`` and ``fuse_mul_post`` are parameters of the call; ``flatten`` and
     ``use_tma_store`` have no counterpart here.
@@ -71,7 +71,7 @@ class KernelConfig:
 
     @property
     def knobs(self) -> dict[str, int]:
-        """The preference by the names of a ``Config``'s knobs."""
+        """The preferred values, by the names of a ``Config``'s knobs."""
         from ...kernels.spec import Loads
 
         named = {"block_m": self.BLOCK_SIZE_M, "block_n": self.BLOCK_SIZE_N, "block_k": self.BLOCK_SIZE_K}
@@ -104,7 +104,7 @@ class KernelConfigBackward_dW(KernelConfig):  # noqa: N801, the documented name
     use_tma_load_x: bool = False
 
 
-_ELSEWHERE = {"debug", "use_tma_load_w", "use_tma_load_x", "use_tma_load_dy"}  # keywords that each single call takes
+_ELSEWHERE = {"debug", "use_tma_load_w", "use_tma_load_x", "use_tma_load_dy"}  # keywords that all three calls below accept
 
 _AnyConfig: TypeAlias = "KernelConfig | KernelPair | Preference | Config | None"
 
@@ -162,7 +162,7 @@ def grouped_gemm(
 
 
 class _Applied:
-    """``grouped_gemm`` as the documented autograd function: ``GroupedGemm.apply`` takes the same parameters."""
+    """The documented autograd function: ``GroupedGemm.apply`` takes the parameters of ``grouped_gemm``."""
 
     apply = staticmethod(grouped_gemm)
 
@@ -183,18 +183,18 @@ def grouped_gemm_forward(
     autotune: bool = False,
     **knobs: Any,
 ) -> torch.Tensor:
-    """The forward alone: y without a gradient.
+    """y of ``grouped_gemm``, without a gradient.
 
     ``knobs`` are the documented knobs: BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, num_warps, num_stages, use_tma_load_w,
-    use_tma_load_x, use_tma_store, flatten and debug. Without one of them the bundles' best choice runs. Each single
-    call takes every use_tma_load_*: of a tensor that it doesn't load, that changes nothing.
+    use_tma_load_x, use_tma_store, flatten and debug. Without any, the bundles' best choice runs. ``grouped_gemm_dX``
+    and ``grouped_gemm_dW`` also accept each other's use_tma_load_*, which then change nothing.
 
     Raises
     ------
     InputError
         as ``grouped_gemm``.
     TypeError
-        for a parameter that is none of these.
+        for another keyword.
     """
     config = None if autotune else _preferred(KernelConfigForward, "grouped_gemm_forward", knobs)
     with torch.no_grad():
@@ -275,10 +275,10 @@ def get_or_autotune_moe_kernels(
     force_autotune: bool = False,
     seq_len: int = 8192,
 ) -> tuple[KernelPair, KernelPair, KernelPair]:
-    """The configs of a gated layer's two products for the forward, dX and dW: ``pretuned.aot``'s call of this name.
+    """The configs of a gated layer's two products for the forward, dX and dW, by ``pretuned.aot``'s function of this name.
 
-    Where it can't be asked (no GPU here, or no builder installed) they name nothing, so that the bundles' own choice
-    runs; said once, as a warning.
+    If that can't run (no GPU, or no builder installed), return empty pairs, with which the bundles' own choice runs, and
+    warn once.
 
     Raises
     ------
@@ -302,9 +302,9 @@ def get_or_autotune_moe_kernels(
 
 
 def _no_tuner() -> str | None:
-    """Why nothing can be tuned here."""
+    """Why nothing can be tuned here; None if tuning works."""
     try:
-        importlib.import_module("pretuned.aot")  # not by an import: the runtime does without it. It registers a tuner
+        importlib.import_module("pretuned.aot")  # registers a tuner; the runtime has no static import of it
     except ImportError as error:
         return f"no builder is installed ({error}; pip install 'pretuned[aot]')"
     return None if torch.cuda.is_available() else "no CUDA GPU here"
@@ -326,9 +326,9 @@ def _warn_once(text: str) -> None:
 
 
 def _preferred(kind: type[KernelConfig], call: str, knobs: dict[str, Any]) -> KernelConfig | None:
-    """The config of documented keywords; None where there are none of them.
+    """The config by a call's documented keywords; None if the call has none of them.
 
-    Those that are documented for another of the calls change nothing: what they name isn't loaded here.
+    Keywords of the other calls are about tensors that this call does not load: they change nothing.
     """
     accepted = {field.name for field in dataclasses.fields(kind)} - {"permute_x", "permute_y", "fuse_mul_post"}
     unknown = sorted(knobs.keys() - accepted - _ELSEWHERE)
@@ -346,7 +346,7 @@ def _preferred(kind: type[KernelConfig], call: str, knobs: dict[str, Any]) -> Ke
 def _resolved(config: Any, op: Op, x: torch.Tensor, w: torch.Tensor | None, m_sizes: torch.Tensor, K: int = 0) -> Any:
     """Return the runtime's config: for a KernelConfig the nearest in the bundles, anything else unchanged.
 
-    x is dY for the gradients; without w, K is X's columns.
+    x is dY for the gradients. If w is None, K is the columns of X.
     """
     if not isinstance(config, KernelConfig):
         return config
@@ -369,7 +369,7 @@ def _nearest(kernel_config: KernelConfig, op: Op, dtype: DType, sizes: tuple[int
         configs = []
         for form in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER):
             if op is Op.DW and form is not Fusion.NONE:
-                continue  # it has plain code alone
+                continue  # dW has no fusions
             config = nearest(snapshot, knobs, Problem(op, dtype, *sizes, Layout.NK, form), local, aligned=True)
             if config is not None:
                 configs.append((form, config))

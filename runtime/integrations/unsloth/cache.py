@@ -1,4 +1,4 @@
-"""Configs that a caller keeps under a name of its own: in memory, and a file of JSON each below the overlay."""
+"""Configs that a caller saves under a key of its own: in memory, and each in a JSON file in the user's overlay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Saved: TypeAlias = "dict[str, Any]"
 def load_cached_config(cache_key: str) -> Saved | None:
     """The configs that ``save_cached_config`` saved, here or in an earlier process; None if there are none.
 
-    A dict with ``config_fwd``, ``config_bwd_dx``, ``config_bwd_dw`` (each a dict of its fields) and ``metadata``.
+    The result is a dict with ``config_fwd``, ``config_bwd_dx``, ``config_bwd_dw`` (each a dict of its fields) and ``metadata``.
     """
     saved = _cache.load(cache_key)
     return None if saved is None else dict(saved)
@@ -26,13 +26,14 @@ def load_cached_config(cache_key: str) -> Saved | None:
 def save_cached_config(
     cache_key: str, config_fwd: Any, config_bwd_dx: Any, config_bwd_dw: Any, metadata: dict[str, Any] | None = None
 ) -> None:
-    """Keep three configs under a key, for this process and later ones. A place that can't be written costs the file,
-    and so do PRETUNED_DISABLE_AUTOTUNE=1 and PRETUNED_TRUSTED_KEYS.
+    """Save three configs under a key, for this process and, in a file, for later processes.
+
+    No file is written with PRETUNED_DISABLE_AUTOTUNE=1 or PRETUNED_TRUSTED_KEYS, or if the overlay can't be written.
 
     Raises
     ------
     InputError
-        for a config or metadata that is nothing JSON can say.
+        for a config or metadata that JSON can't represent.
     """
     named = {"config_fwd": config_fwd, "config_bwd_dx": config_bwd_dx, "config_bwd_dw": config_bwd_dw}
     configs = {name: _plain(name, config) for name, config in named.items()} | {"metadata": metadata or {}}
@@ -43,7 +44,7 @@ def save_cached_config(
 
 
 def clear_cache() -> None:
-    """Forget what this process has in memory; files stay."""
+    """Clear this process's memory cache; files stay."""
     _cache.clear(files=False)
 
 
