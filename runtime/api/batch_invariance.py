@@ -136,6 +136,7 @@ class Experts(NamedTuple):
 
     def products(self, some: torch.Tensor) -> Results:
         """y of each slot of some tokens by three products: x gathered and y scattered, x gathered alone, and neither.
+
         y of a slot without an expert is zero.
         """
         at = some.to(self.x.device)

@@ -360,7 +360,7 @@ def _by_itself(
     """y of a call in fp8, or on padded rows. ``form`` has ``form_of``'s arguments by name, ``fused`` the others."""
     is_padded = m_starts is not None or getattr(x, "ndim", 2) == 3
     if precision is None:
-        from .padded import padded_gemm  # here, as few calls have padded rows
+        from .padded import padded_gemm  # imported here: few calls have padded rows
 
         names = [
             *("topk", "gather_indices", "permute_x", "permute_y", "topk_weights", "fuse_mul_post"),
@@ -370,7 +370,7 @@ def _by_itself(
         rest = {name: both[name] for name in ("w_layout", "bias", "out", "zero_tail", "lora", "expected_rows")}
         rest |= {"only_dx": both["dX_only"], "only_dw": both["dW_only"]}
         return padded_gemm(grouped_gemm, x, w, m_sizes, m_starts, tuple([both[name] for name in names]), **rest)
-    from . import fp8  # here, as few calls have a precision
+    from . import fp8  # imported here: few calls have a precision
 
     if is_padded:
         raise InputError("grouped_gemm: precision='fp8' with padded rows. Pass rows without padding, or no precision")
@@ -406,7 +406,7 @@ def _run(
     """
     gather_indices, topk_weights, fuse_mul_post, bias, lora, expected_rows = fused.values()
     if not isinstance(x, torch.Tensor):
-        from ..weights.quantized_rows import QuantizedRows  # here, as few calls have such x
+        from ..weights.quantized_rows import QuantizedRows  # imported here: few calls have such x
 
         if isinstance(x, QuantizedRows):
             from . import quantized_rows
@@ -459,7 +459,7 @@ def _run(
                 "use torch.no_grad()"
             )
         else:
-            from ..ops.autograd import GroupedGemm  # here, as a call without a gradient needs none
+            from ..ops.autograd import GroupedGemm  # imported here: a call without a gradient needs none
 
             y = GroupedGemm.apply(
                 x, call.w, m_sizes, fusions.weights, fusions.bias, fusions.index, call.form, sizes, new_plan
@@ -477,7 +477,7 @@ def _adapted(
     keep: _Place | None,
 ) -> torch.Tensor:
     """Return y of a checked call with an adapter; if the call can have a plan, it is stored in ``keep``."""
-    from .lora import check_no_gradient, low_rank_of  # here, as it imports all of a layer
+    from .lora import check_no_gradient, low_rank_of  # imported here: it imports all of a layer
 
     adapter, fusions = low_rank_of(lora, x, call.m_sizes, call.N), call.fusions
     index, weights, bias = fusions.index, fusions.weights, fusions.bias
@@ -521,7 +521,7 @@ def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
 
     If x may be quantised, the forwards with quantised x and with x as it is are both returned: their times decide.
     """
-    from ...kernels.spec import code_of  # here, as only tuning needs it
+    from ...kernels.spec import code_of  # imported here: only tuning needs it
 
     form, E, N, K = call.form, call.m_sizes.shape[0], call.N, call.K
     dtype, fusions = tensors.check_cuda_dtype(x), call.fusions
@@ -534,7 +534,7 @@ def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
     if fusions.weights is not None and (form.only_dx or not fusions.weights.requires_grad):
         dx |= Fusion.WEIGHT
     if not isinstance(call.w, torch.Tensor):
-        from ..launch.quantised import problems_of  # here, as only tuning asks
+        from ..launch.quantised import problems_of  # imported here: only tuning asks
 
         return problems_of(call.w, x, forward, code_of(Op.DX, dx))
     swapped = form.layout is Layout.KN  # dw.T: dy and x change places

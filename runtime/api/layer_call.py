@@ -78,7 +78,7 @@ def run(
     own = gate_up_weight, down_weight
     biases = gate_up_bias, down_bias
     if precision is not None:
-        from . import fp8  # here, as few calls have a precision
+        from . import fp8  # imported here: few calls have a precision
 
         (hidden, gate_up_bias, down_bias), (gate_up_weight, down_weight) = fp8.checked_weights(
             "moe_mlp",

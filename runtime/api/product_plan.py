@@ -86,7 +86,7 @@ class ProductPlan(Programs):
         self._tf32 = tf32_allowed(_FLOAT32) if x.dtype is _FLOAT32 else None
         self.program: Program | None = None
         if self.grad:
-            from ..ops import autograd  # here, as a call without a gradient needs none
+            from ..ops import autograd  # imported here: a call without a gradient needs none
 
             self.autograd = autograd
 

@@ -56,7 +56,7 @@ class Form(NamedTuple):
         """True if the call names a kernel that it must have, and not only preferences."""
         if not self.pinned:
             return False
-        from ..dispatch.pin import Preference  # here, as few calls name a kernel
+        from ..dispatch.pin import Preference  # imported here: few calls name a kernel
 
         pins = (self.pin_forward, self.pin_dx, self.pin_dw)
         return any(pin is not None and not isinstance(pin, Preference) for pin in pins)
@@ -133,7 +133,7 @@ def _form(
         )
     forward = dx = dw = None
     if any(config is not None for config in (kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW)):
-        from ..dispatch.pin import check_pin  # here, as few calls name a kernel
+        from ..dispatch.pin import check_pin  # imported here: few calls name a kernel
 
         forward = check_pin("kernel_config_fwd", kernel_config_fwd, is_first_gemm=is_first_gemm)
         dx = check_pin("kernel_config_bwd_dX", kernel_config_bwd_dX, is_first_gemm=is_first_gemm)

@@ -299,7 +299,7 @@ def _clips_w(candidate: Candidate) -> bool:
 
 def _compiled(snapshot: Snapshot, missed: Miss, local: LocalGpu, strict: bool) -> Decision | Miss:
     """The decision for a kernel that is compiled now; or a miss, with the compiler's reason."""
-    from .compiled import compiled  # here, as only calls after ``allow_jit`` need it
+    from .compiled import compiled  # imported here: only calls after ``allow_jit`` need it
 
     bundle = compiled(missed.problem, local)
     if isinstance(bundle, str):
@@ -423,14 +423,14 @@ def miss_reason(problem: Problem, local: LocalGpu, view: View) -> str:
 
 def _miss_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
     """The reason of a miss, and what to do."""
-    from .hints import remedy  # here, as most calls have a choice
+    from .hints import remedy  # imported here: most calls have a choice
 
     why = miss_reason(problem, local, view)
     return f"{why}. {remedy(problem, bucket, local.sm, view)}" if local.sm else why
 
 
 def _strict_text(problem: Problem, bucket: int, local: LocalGpu, view: View) -> str:
-    from .hints import nearest_shapes, remedy  # here, as most calls have a choice
+    from .hints import nearest_shapes, remedy  # imported here: most calls have a choice
 
     near = nearest_shapes(problem, local, view)
     have = f"The nearest there are: {'; '.join(near)}" if near else "No usable bundle has a problem of this kind"
@@ -458,7 +458,7 @@ def _tell(snapshot: Snapshot, outcome: Decision | Miss, local: LocalGpu) -> None
     if ideal:
         _log.debug("pretuned: %s at M near %d on %s: using %s of %s, %s", *what)
     else:
-        from .hints import remedy  # here, as most calls have a choice
+        from .hints import remedy  # imported here: most calls have a choice
 
         _log.info(
             "pretuned: no measured choice for %s at M near %d on %s; using %s of %s, %s. %s",
@@ -679,7 +679,7 @@ def modelled(
     """
     if local.sm not in arch.ARCHS:
         return []
-    from .neighbours import blended, neighbourhood  # here, as most calls are answered by a choice of a bundle
+    from .neighbours import blended, neighbourhood  # imported here: most calls are answered by a choice of a bundle
 
     _, fitting, ranker, chip = _ranked(snapshot, problem, local, view, aligned)
     measured = neighbourhood(snapshot, local, view)
@@ -769,7 +769,7 @@ def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, a
     if cached is None:
         from ...kernels import chips
         from ...kernels.cost import Resources
-        from ...kernels.cost_model import Ranker  # here, as most calls are answered by a choice of a bundle
+        from ...kernels.cost_model import Ranker  # imported here: most calls are answered by a choice of a bundle
 
         kind = problem._replace(E=1, N=_SMALL, K=_SMALL)
         variants = [
@@ -792,7 +792,7 @@ def _fits(usable: Usable, variant: Variant) -> bool:
         return True
     if Fusion.SILU in variant.fusion:  # it runs where times say so, and candidates have no times
         return False
-    from ...kernels.cost import rejection  # here, as most processes have a bundle for all that they call
+    from ...kernels.cost import rejection  # imported here: most processes have a bundle for all that they call
 
     return rejection(variant, arch.arch_of(usable.bundle.target.sm)) is None
 

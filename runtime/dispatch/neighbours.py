@@ -287,6 +287,7 @@ def blended(
     variants: Mapping[int, tuple[int, Config]],
 ) -> list[tuple[float, int]]:
     """(expected time in us, index) of variants, best first. A variant that won a cell nearby is first, if there is one.
+
     ``estimates`` are the cost model's: (us, index). ``variants`` has the number and the config of each index.
     """
     wanted = problem.canonical

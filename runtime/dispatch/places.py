@@ -85,12 +85,13 @@ class Place(NamedTuple):
 
     def _as_cloned(self, unpacked: list[Path]) -> list[Path]:
         """In an editable install of a clone, its bundles: the unpacked copy if it is current, else the compressed file.
+
         After a ``git pull`` the unpacked copies are of an earlier commit, until the clone is installed again.
         """
         compressed = self.path.with_name(COMPRESSED)
         if not self.is_ours() or not os.path.isdir(compressed):  # noqa: PTH112 - as in ``files``
             return unpacked
-        from ...artifacts.packed import is_copy  # here, as an installed package has none
+        from ...artifacts.packed import is_copy  # imported here: an installed package has none
 
         held = sorted(name for name in os.listdir(compressed) if name.endswith(f"{SUFFIX}.xz"))  # noqa: PTH208
         copies = [self.path / name.removesuffix(".xz") for name in held]
@@ -156,7 +157,7 @@ def scan(asked: Iterable[Place], without: Path | None, keys: Keys | None) -> tup
 
 def candidates_name(*sms: int) -> str:
     """The name of the file with the candidates for a capability, or for several."""
-    from ...artifacts.packed import SUFFIX as PACKED  # here, as a process without a GPU asks for none
+    from ...artifacts.packed import SUFFIX as PACKED  # imported here: a process without a GPU asks for none
 
     return f"candidates{''.join(f'-sm{sm}' for sm in sms)}{PACKED}"
 
@@ -234,7 +235,7 @@ def _undisturbed(place: Place) -> contextlib.AbstractContextManager[object]:
 
 
 def _open(place: Place, path: Path, keys: Keys | None) -> PlacedBundle:
-    from ...artifacts.bundle_file import open_bundle  # here, as a process without a GPU opens none
+    from ...artifacts.bundle_file import open_bundle  # imported here: a process without a GPU opens none
 
     try:
         if keys is None:

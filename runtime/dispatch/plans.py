@@ -193,7 +193,7 @@ def modelled_is_faster(
     if (coded.match, ran.match) != (Match.COST_MODEL, Match.COST_MODEL):
         return False
     from ...kernels.chips import chip_named
-    from ...kernels.plans import quantised_is_faster  # here, as bundles have plans for what they were built for
+    from ...kernels.plans import quantised_is_faster  # imported here: bundles have plans for what they were built for
 
     chip = chip_named(local.gpu.name)
     faster, _ = quantised_is_faster(problem, bucket, coded.time_us, ran.time_us, coded.source, top_k, chip)

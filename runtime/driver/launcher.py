@@ -439,6 +439,7 @@ class ProductLauncher(Launcher):
 
         def size(M: int, addresses: list[int]) -> _Sized:
             """Pack the bytes that launches of M rows share; cached if no descriptor's rest depends on its address.
+
             In ``addresses``, the address of an operand with a descriptor is replaced by the descriptor's first word.
             """
             end, behind, any_address = M if all_rows else index_end, [], True

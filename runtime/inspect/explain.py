@@ -391,7 +391,7 @@ def explain(
     """
     coded, padded = False, getattr(x, "ndim", 2) == 3
     if x is not None and not isinstance(x, Problem):
-        from ..weights.quantized_rows import QuantizedRows, checked  # here, as it imports torch
+        from ..weights.quantized_rows import QuantizedRows, checked  # imported here: it imports torch
 
         if isinstance(x, QuantizedRows):
             checked("explain", "x", x, w)
@@ -469,7 +469,7 @@ def explain_on(
         answer = replace(answer, order=str(summed(best.usable, best.variant, problem)))
     if best is None:
         return answer
-    from ..launch.loader import self_test_text  # here, as it imports everything that launches
+    from ..launch.loader import self_test_text  # imported here: it imports everything that launches
 
     return replace(answer, self_test=self_test_text(best.usable.bundle, best.index, best.variant, local))
 

@@ -92,7 +92,7 @@ class PlugIn:
         return True
 
     def say_active(self, log: Callable[[str], object] | None = None) -> None:
-        """Log that pretuned is active, and how to switch it off, in an engine's first process, if its loggers are set up.
+        """Log in an engine's first process, once loggers are set up, that pretuned is active, and how to switch it off.
 
         Some versions set up loggers later. So the first layer's process calls this again, with its logger as ``log``.
         """

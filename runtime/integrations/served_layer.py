@@ -51,12 +51,13 @@ def received_rows(tokens: int, top_k: int, here: int, experts: int, shared: int 
 
 
 class ServedLayer(NamedTuple):
-    """One rank's part of a layer: ``E`` experts of [H -> I -> H], ``top_k`` of all ranks' for each token.
+    """One rank's part of a layer: ``E`` experts of [H -> I -> H]. Each token chooses ``top_k`` of all ranks' experts.
 
-    All ranks have ``experts`` together; 0 means E. ``shared`` of E are on each rank, and every token chooses them.
+    All ranks together have ``experts`` experts; 0 means E. ``shared`` of E are on each rank, and every token chooses
+    them.
 
-    ``dtype`` is that of the weights, as their checkpoint has them. Quantised ones are padded to ``width`` when they are
-    prepared, if I is no multiple of 64.
+    ``dtype`` is the dtype of the checkpoint's weights. If they are quantised and I is not a multiple of 64, preparing
+    pads I to ``width``.
     """
 
     E: int

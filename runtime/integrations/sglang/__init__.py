@@ -1,12 +1,12 @@
 """SGLang's plug-in: the entry point ``sglang.srt.plugins`` of this package, which every process of an engine calls.
 
-It puts hooks of SGLang's own registry around the places where a method for MoE layers makes its runner and, of those of
-quantised weights, where these were loaded, where they are put back to be loaded again, and where the layer is called.
-``experts.py`` and ``quantised.py`` are imported when a model has such a layer. Whatever fails in them, SGLang's own
-runner runs.
+It registers hooks with SGLang: around the function of an MoE method that makes the runner and, for quantised weights,
+around those that process loaded weights, restore them before a reload, and run the layer. ``experts.py`` and
+``quantised.py`` are imported when a model has such a layer. If anything fails in them, SGLang's own runner runs.
 
-``PRETUNED_SGLANG=0`` switches it off, and so does a ``SGLANG_PLUGINS`` without ``pretuned``. ``PRETUNED_SGLANG=1`` runs
-each layer that pretuned can run; else it is those alone that a bundle was built for, on a GPU.
+``PRETUNED_SGLANG=0`` switches the plug-in off, and so does a ``SGLANG_PLUGINS`` without ``pretuned``. With
+``PRETUNED_SGLANG=1`` pretuned runs each layer that it can run, by default only layers that a bundle was built for, on a
+GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLUG_IN = PlugIn(
     group="sglang.srt.plugins",
     listed="SGLANG_PLUGINS",
 )
-NAME = "pretuned"  # of the runner's backend
+NAME = "pretuned"  # name of the runner's backend
 _METHODS = "sglang.srt.layers.quantization."
 _QUANTISED = (
     "fp8.Fp8MoEMethod",
@@ -43,7 +43,7 @@ _QUANTISED = (
 def register() -> None:
     """Let SGLang's MoE layers ask pretuned once their runner is chosen. A second call does nothing.
 
-    No device is touched. An SGLang that pretuned was not tested with is logged, and runs as without.
+    No device is touched. With an SGLang version that pretuned was not tested with, only a line is logged.
     """
     PLUG_IN.attempt("register", _register)
 
@@ -59,7 +59,7 @@ def _register() -> None:
 
 
 def around(create: Callable[..., Any], method: Any, layer: Any, config: Any) -> Any:
-    """SGLang's ``create_moe_runner``, and pretuned's runner in the place of its own where it runs the layer."""
+    """Run SGLang's ``create_moe_runner``, then replace the runner if pretuned runs the layer."""
     runner = create(method, layer, config)
     if not PLUG_IN.is_off:
         PLUG_IN.count(taken=bool(PLUG_IN.attempt("take a layer", _take, method, layer, config)))
@@ -74,9 +74,9 @@ def _take(method: Any, layer: Any, config: Any) -> bool:
 
 
 def loaded(process: Callable[..., Any], method: Any, layer: Any) -> Any:
-    """SGLang's ``process_weights_after_loading``; of a layer of pretuned's they are put into its kernels' order.
+    """SGLang's ``process_weights_after_loading``; for layers that pretuned runs, prepare the weights instead.
 
-    If that fails the first time, SGLang's own runner takes the layer.
+    If preparing fails the first time, SGLang's own runner takes the layer.
     """
     ours = _experts(layer)
     if ours is None:
@@ -85,7 +85,7 @@ def loaded(process: Callable[..., Any], method: Any, layer: Any) -> Any:
     try:
         return ours.prepare(layer)
     except Exception as error:
-        if not is_first:  # a captured graph may read the first ones
+        if not is_first:  # a captured graph may read the first weights
             raise
         ours.give_back(method, layer)
         PLUG_IN.failed("prepare a layer's weights", error)
@@ -94,9 +94,9 @@ def loaded(process: Callable[..., Any], method: Any, layer: Any) -> Any:
 
 
 def built(create: Callable[..., Any], layer: Any, *arguments: Any, **named: Any) -> None:
-    """SGLang's ``DeepEPMoE.__init__``; if pretuned has the layer its method runs, as with DeepGEMM.
+    """Run SGLang's ``DeepEPMoE.__init__``; then have the layer run its method, if pretuned runs the layer.
 
-    SGLang decides that by the name of its own runner.
+    SGLang does so by itself only if the runner has DeepGEMM's name.
     """
     create(layer, *arguments, **named)
     backend = getattr(getattr(getattr(layer, "quant_method", None), "runner", None), "runner_backend", None)
@@ -105,7 +105,7 @@ def built(create: Callable[..., Any], layer: Any, *arguments: Any, **named: Any)
 
 
 def restored(restore: Callable[..., Any], method: Any, layer: Any) -> Any:
-    """SGLang's ``restore_weights_before_loading``, and pretuned's."""
+    """SGLang's ``restore_weights_before_loading``, or pretuned's for layers that pretuned runs."""
     ours = _experts(layer)
     return restore(method, layer) if ours is None else ours.restore(layer)
 
@@ -117,7 +117,7 @@ def called(apply: Callable[..., Any], method: Any, layer: Any, dispatch_output: 
 
 
 def _experts(layer: Any) -> Any:
-    """The ``quantised.Experts`` of a layer with quantised weights that pretuned runs; None of other layers."""
+    """The ``quantised.Experts`` of a layer with quantised weights that pretuned runs; None for other layers."""
     return getattr(layer, "pretuned_experts", None)
 
 

@@ -1,10 +1,10 @@
-"""SGLang's MoE layers on pretuned: the runner's core, and which layers it is for.
+"""SGLang's MoE layers on pretuned: the runner's core, and the conditions on which it runs a layer.
 
-Layers with quantised weights: ``quantised.py``. A layer with a part that pretuned can't run stays with the runner
-that SGLang chose; the reason is logged once. Unquantised weights are used as SGLang loaded them, w13 [E, 2*I, H] and w2
+``quantised.py`` handles quantised weights. A layer with a feature that pretuned lacks stays with the runner that SGLang
+chose, and the reason is logged once. Unquantised weights are used as SGLang loaded them, w13 [E, 2*I, H] and w2
 [E, H, I]: nothing is copied or packed.
 
-Imported inside SGLang alone, by ``__init__.py``.
+Imported only inside SGLang, by ``__init__.py``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from . import NAME, PLUG_IN
 from .quantised import Experts, Packing, format_of, run_by, runs_by, watch
 
 _DEEP_GEMM, _DEEPEP_V2 = "deep_gemm", "deepep_v2"
-# By the all-to-all, the formats whose tokens arrive as pretuned takes them; None: unquantised weights, tokens in bf16.
+# By all-to-all: the weight formats for which tokens arrive as pretuned reads them; None is unquantised weights.
 _ALL_TO_ALLS: dict[str, tuple[str | None, ...]] = {
     "deepep": (None, "fp8_block"),
     _DEEPEP_V2: (None, "fp8_block"),
@@ -51,17 +51,17 @@ _ALL_TO_ALLS: dict[str, tuple[str | None, ...]] = {
     "nixl": ("fp8_block",),
 }
 _UNQUANTISED = "UnquantizedFusedMoEMethod"
-_GATED, _UNGATED = ("silu", "gelu", "gelu_tanh", "situ"), ("silu", "gelu", "relu2")  # of SGLang's Triton runner
-_SITU_BETA = 4.0  # where gemm1_alpha is None, as in SGLang's Triton runner
-_TOKENS = 8192  # of a step, where SGLang's settings say nothing
+_GATED, _UNGATED = ("silu", "gelu", "gelu_tanh", "situ"), ("silu", "gelu", "relu2")  # by SGLang's Triton runner
+_SITU_BETA = 4.0  # if gemm1_alpha is None, as in SGLang's Triton runner
+_TOKENS = 8192  # most tokens of a step, if SGLang's settings do not say
 
 
 def take(method: Any, layer: Any, config: Any, *, everywhere: bool) -> bool:
-    """Give a layer's method pretuned's runner, if pretuned has all that the layer has; else log why not, once.
+    """Give a layer's method pretuned's runner, if pretuned supports the layer; else log why not, once.
 
-    Returns whether it has it.
+    Returns True if pretuned runs the layer.
 
-    ``everywhere``: also where no bundle was built for the layer, and by the reference where there is no GPU.
+    ``everywhere``: also if no bundle was built for the layer, and on the CPU, by the reference.
     """
     own = method.get_moe_runner_backend(layer)
     format = None if type(method).__name__ == _UNQUANTISED else format_of(method, layer)
@@ -83,7 +83,7 @@ def take(method: Any, layer: Any, config: Any, *, everywhere: bool) -> bool:
     if format is not None:
         ours = Experts(format, runner, served.width, place.runner)
         watch(ours, layer, method)
-        layer.pretuned_experts = ours  # from here on nothing can fail: a layer is taken whole or not at all
+        layer.pretuned_experts = ours  # from here on nothing can fail, so no layer is half taken
     else:
         runner.runner_core.own = place.runner
     run_by(method, layer, runner)
@@ -91,7 +91,7 @@ def take(method: Any, layer: Any, config: Any, *, everywhere: bool) -> bool:
 
 
 def _runner(config: Any) -> Any:
-    """SGLang's runner with pretuned's core. With DeepEP v2, SGLang makes runners of DeepGEMM's name alone."""
+    """SGLang's runner with pretuned's core. With DeepEP v2, SGLang only accepts a runner with DeepGEMM's name."""
     if get_moe_a2a_backend().value != _DEEPEP_V2:
         return moe_runner.MoeRunner(resolve_moe_runner_backend(NAME), config)
     runner = moe_runner.MoeRunner(resolve_moe_runner_backend(_DEEP_GEMM), config)
@@ -100,11 +100,11 @@ def _runner(config: Any) -> Any:
 
 
 def refusal(method: Any, layer: Any, config: Any, format: Packing | str | None, *, everywhere: bool) -> str | None:
-    """Why pretuned does not run a layer with this config; None if it does. ``format``: of quantised weights."""
+    """Why pretuned does not run a layer with this config; None if it does. ``format`` is for quantised weights."""
     own, asked, settings = method.get_moe_runner_backend(layer), _asked(), _settings()
     if isinstance(format, str):
         return format
-    if own is None:  # of fp8 on backends that have none
+    if own is None:  # fp8 methods on some backends have no runner
         return "it has no runner"
     apart = not get_moe_a2a_backend().is_none()
     if own.value not in (("triton",) if format is None else format.runners) and not (apart and own.value == _DEEP_GEMM):
@@ -140,7 +140,7 @@ def refusal(method: Any, layer: Any, config: Any, format: Packing | str | None, 
 
 
 def _not_received(runner: str, config: Any, format: Packing | None, *, everywhere: bool) -> str | None:
-    """Why tokens of this all-to-all are not in a layout that pretuned takes for the layer; None if they are."""
+    """Why tokens of this all-to-all are not in a layout that pretuned reads for the layer; None if they are."""
     name = get_moe_a2a_backend().value
     if name not in _ALL_TO_ALLS:
         return f"the all-to-all of {name} hands over tokens in its own layout"
@@ -151,7 +151,7 @@ def _not_received(runner: str, config: Any, format: Packing | None, *, everywher
         return "--enable-single-batch-overlap: the all-to-all waits for signals of SGLang's own GEMM"
     if config.apply_router_weight_on_input:
         return "the router's weights are applied to the input"
-    # Up to 1.4 x as fast on an H200, given codes (benchmarks/results/padded-rows-h200.json)
+    # DeepGEMM is up to 1.4x as fast on an H200, if x arrives as codes (benchmarks/results/padded-rows-h200.json).
     is_padded = name == _DEEPEP_V2 or get_deepep_mode().enable_low_latency()  # in some steps
     if format is not None and runner == _DEEP_GEMM and is_padded and not everywhere:
         return "DeepGEMM's masked kernel is faster on tokens padded by expert"
@@ -159,7 +159,7 @@ def _not_received(runner: str, config: Any, format: Packing | None, *, everywher
 
 
 def _varies() -> str | None:
-    """Why results would depend on the batch in spite of --enable-deterministic-inference; None in pretuned's mode."""
+    """Why results would depend on the batch despite --enable-deterministic-inference; None if they do not."""
     if choose_invariantly() is None:
         return "PRETUNED_BATCH_INVARIANT=0 beside --enable-deterministic-inference"
     on_gpu = torch.cuda.is_available() and torch.version.cuda
@@ -167,7 +167,7 @@ def _varies() -> str | None:
 
 
 def _unread(layer: Any, config: Any, format: Packing, served: ServedLayer) -> str | None:
-    """Why quantised weights are none that pretuned reads; None if they are."""
+    """Why pretuned can't read a layer's quantised weights; None if it can."""
     if torch.cuda.is_available() and config.params_dtype is not torch.bfloat16:
         return f"tokens are {config.params_dtype}: with quantised weights, kernels read bfloat16"
     loads = [(product.N, product.K) for product in served.products(served.I)]
@@ -176,9 +176,9 @@ def _unread(layer: Any, config: Any, format: Packing, served: ServedLayer) -> st
         if not can_be_prepared(problem.dtype, problem.N, problem.K):
             return f"no kernel is for {problem}: {SIZES}"
     wide = [(product.N, product.K) for product in served.problems]
-    if rooms not in (loads, wide):  # SGLang pads some
+    if rooms not in (loads, wide):  # SGLang pads some layers to ``wide``
         return f"its parameters have an N and K of {rooms}, pretuned reads {loads}"
-    for option in ("enable_eplb", "cpu_offload_gb"):  # that move them, but nothing that kernels read beside them
+    for option in ("enable_eplb", "cpu_offload_gb"):  # these move parameters, but not kernels' other tensors
         if getattr(_settings(), option, None):
             return f"--{option.replace('_', '-')} moves its weights while it runs"
     return None
@@ -203,7 +203,7 @@ class ActivationSettings(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> ActivationSettings:
-        """They are read when they are used: a model may set its limit after its layer was made (GigaChat-3.5)."""
+        """Read a config's settings, anew for each use: a model may set its limit after making a layer (GigaChat-3.5)."""
         return cls(
             config.activation,
             bool(config.is_gated),
@@ -259,7 +259,7 @@ def activation_of(config: Any) -> RowActivation | str:
 
 
 def _read_by(runner: str, layer: Any, config: Any) -> str | None:
-    """Why this SGLang runner of quantised weights computes another activation than SGLang's Triton runner, or None."""
+    """Why SGLang's ``runner`` computes another activation than its Triton runner, for quantised weights; or None."""
     settings = ActivationSettings.of(config)
     if runner == "marlin" and settings.activation in ("silu", "situ") and settings.is_gated:
         if settings.alpha is None and settings.clamp_limit is not None:
@@ -289,12 +289,12 @@ def layer_of(config: Any, dtype: DType | None = None) -> ServedLayer:
 
 
 def _experts_of_all(config: Any) -> tuple[int, int]:
-    """(experts of all ranks, shared experts that each rank has); 0 if SGLang does not say."""
+    """(experts of all ranks, shared experts on each rank); 0 for a number that SGLang does not give."""
     return getattr(config, "num_experts", None) or 0, getattr(config, "num_fused_shared_experts", None) or 0
 
 
 def _settings() -> Any:
-    """SGLang's arguments, or None where a layer is made without an engine."""
+    """SGLang's server arguments; None if there is no engine."""
     try:
         return get_server_args()
     except (AttributeError, LookupError, RuntimeError, ValueError):
@@ -312,9 +312,9 @@ def _register_core() -> None:
 
 
 class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
-    """One ``moe_mlp`` a layer: sorted, multiplied, weighted and summed over each token's experts.
+    """Runs a layer as one ``moe_mlp``: sort the routing, multiply, weigh, and sum over each token's experts.
 
-    ``own``: SGLang's runner, which runs a layer of unquantised weights if pretuned fails; None for quantised ones.
+    ``own`` is SGLang's runner, which runs a layer with unquantised weights if pretuned fails; None for quantised ones.
     """
 
     own: Any = None
@@ -343,10 +343,10 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
         return resolve_moe_runner_backend(NAME)
 
     def run_from_dispatch(self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None) -> Any:
-        """The layer on a dispatch's tokens.
+        """Run the layer on the tokens of ``dispatch_output``.
 
-        These are [T, H], and an id of -1, of another rank's expert, takes no part; or tokens by expert, [E, M_max, H]
-        or, of DeepEP v2, [M, H].
+        These are [T, H], with id -1 for an expert of another rank; or tokens grouped by expert, [E, M_max, H], or
+        [M, H] with DeepEP v2.
         """
         if self.own is None:
             return self._run(dispatch_output, quant_info, runner_config)
@@ -365,7 +365,7 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
             "activation": act.function,
             "gated": act.gated,
             "interleaved": act.interleaved or getattr(quant_info, "fuse_swiglu_interleaved", False),
-            "gate_up_bias": _in(getattr(quant_info, "b13", None), dtype),  # DeepGEMM's has none
+            "gate_up_bias": _in(getattr(quant_info, "b13", None), dtype),  # DeepGEMM's quant_info has no biases
             "down_bias": _in(getattr(quant_info, "b2", None), dtype),
         }
         both = quant_info.w13_weight, quant_info.w2_weight
@@ -400,7 +400,7 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
         both: tuple[torch.Tensor | ExpertWeights, torch.Tensor | ExpertWeights],
         arguments: dict[str, Any],
     ) -> Any:
-        """Run rows of DeepEP v2: sorted by expert, each expert's first row at a multiple of ``expert_alignment``."""
+        """Run rows of DeepEP v2, sorted by expert; each expert's first row is at a multiple of ``expert_alignment``."""
         ends, align = dispatch_output.psum_num_recv_tokens_per_expert, dispatch_output.expert_alignment
         starts = torch.zeros_like(ends)
         starts[1:] = (ends[:-1] + align - 1) // align * align
@@ -425,7 +425,7 @@ def _received(dispatch_output: Any) -> torch.Tensor | QuantizedRows:
 
 
 def _own_info(own: Any, quant_info: Any) -> Any:
-    """The arguments of SGLang's own runner of unquantised weights."""
+    """The quant_info that SGLang's own runner of unquantised weights expects."""
     if own.runner_backend.value != _DEEP_GEMM:
         return quant_info
     from sglang.srt.layers.moe.moe_runner.deep_gemm import DeepGemmMoeQuantInfo

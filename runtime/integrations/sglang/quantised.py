@@ -1,11 +1,11 @@
-"""SGLang's MoE layers with quantised weights: which formats are pretuned's, and how their tensors are prepared.
+"""SGLang's MoE layers with quantised weights: the formats that pretuned reads, and how their tensors are prepared.
 
-SGLang makes and loads its own parameters. If a layer is pretuned's they are prepared in place, instead of for the
-backend that SGLang chose, and have the dtype and shape of prepared weights then; those that are padded get new memory.
-Before weights are loaded again they are in the checkpoint's layout, so a part of them can be loaded. What is small,
-zero points and scales that are repeated for rows, is prepared beside the parameters.
+SGLang makes and loads its own parameters. If pretuned runs the layer, they are prepared in place, not for the backend
+that SGLang chose, and then have the dtype and shape of prepared weights; padded weights get new memory. Before a reload
+the parameters get the checkpoint's layout back, so that SGLang may load only some of them. Zero points, and scales that
+are repeated for rows, are small: they are prepared in new tensors.
 
-Imported inside SGLang alone, by ``experts.py``.
+Imported only inside SGLang, by ``experts.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..served_layer import follow, pad_bias, prepared, widened
 _TRITON, _MARLIN = "triton", "marlin"
 _WHICH = ("w13", "w2")
 _MOVES = {"gptq": (gptq_codes, gptq_words), "awq": (awq_codes, awq_words)}
-_BORROWED = 15  # a zero point of 0, stored less one
+_BORROWED = 15  # a zero point of 0, stored as (0 - 1) mod 16
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Packing(LoadedFormat):
     runners: tuple[str, ...] = ()
 
     def shapes(self, layer: Any) -> list[tuple[int, int]]:
-        """N and K of its two products, as its parameters have room for."""
+        """N and K of the layer's two products, by the shapes of its parameters."""
         sizes = []
         for which in _WHICH:
             codes = getattr(layer, f"{which}_{self.ends[0]}")
@@ -56,7 +56,7 @@ class Packing(LoadedFormat):
         return sizes
 
     def product(self, layer: Any, which: str) -> ExpertWeights:
-        """The weights of one product, over the layer's parameters as ``turn`` leaves them.
+        """The weights of one product, in the memory of the layer's parameters after ``turn``.
 
         Zero points, and scales of matrices, are new tensors.
         """
@@ -80,9 +80,9 @@ class Packing(LoadedFormat):
 
 
 class Experts:
-    """The state of a layer that pretuned runs, beside its parameters. ``weights`` are None until they were loaded.
+    """The state of a layer that pretuned runs, apart from its parameters. ``weights`` is None until they are loaded.
 
-    ``own`` is SGLang's runner, which has the layer if its weights can't be prepared. ``width`` is I of the prepared
+    ``own`` is SGLang's runner, which takes the layer if its weights can't be prepared. ``width`` is I of the prepared
     weights.
     """
 
@@ -90,7 +90,7 @@ class Experts:
         self.format, self.runner, self.width, self.own = format, runner, width, own
         self.weights: tuple[ExpertWeights, ...] | None = None
         self.is_raw = True  # parameters are in the layout that SGLang's loader writes and reads
-        self.unreadable: str | None = None  # why what SGLang has loaded is not what the checkpoint has
+        self.unreadable: str | None = None  # why the loaded weights differ from the checkpoint's
         self._raw: dict[str, tuple[torch.dtype, torch.Size]] = {}  # original dtypes and shapes of replaced parameters
         self._sizes: list[tuple[int, int]] = []  # N and K of the products as SGLang loads them
         self._parts = 1  # matrices in gate_up, each padded by itself
@@ -98,18 +98,18 @@ class Experts:
 
     @property
     def is_padded(self) -> bool:
-        """True if prepared weights are wider than what SGLang loads."""
+        """True if I of the prepared weights is larger than I of the loaded weights."""
         return bool(self._sizes) and self._sizes[1][1] != self.width
 
     def prepare(self, layer: Any) -> None:
-        """Prepare what was just loaded: in its memory, or in that of the first weights if it is padded.
+        """Prepare the weights that were just loaded, in their own memory or, if padded, in the first weights' memory.
 
         Raises
         ------
         InputError
-            for scales that no kernel takes, for weights loaded later that have another order than the first, for
-            an activation that the model set after its layer was made and pretuned lacks, and for zero points that
-            SGLang's loader changes.
+            for scales that no kernel supports, for reloaded weights in another layout than the first, for an
+            unsupported activation that the model set after making the layer, and for zero points that SGLang's loader
+            changes.
         """
         form, act = self.format, self.runner.runner_core.activation()
         if self.unreadable:
@@ -150,14 +150,14 @@ class Experts:
         self._unprepare(layer)
         del layer.pretuned_experts
         run_by(method, layer, self.own)
-        # What the layer took from the runner after it was made.
+        # SGLang's layer copied these from the runner after making it.
         layer.runner_backend = layer.moe_runner_config.runner_backend = method.get_moe_runner_backend(layer)
         layer.runner = method.runner
         layer._set_runner_flags()
         layer.dispatcher = create_moe_dispatcher(layer.moe_runner_config, quant_method=method)
 
     def restore(self, layer: Any) -> None:
-        """Put them back as SGLang's loader writes them. What captured graphs read beside them stays where it is."""
+        """Give the parameters the layout of SGLang's loader again. Captured graphs' other tensors keep their memory."""
         self.unreadable = None
         if self.is_raw or self.weights is None:
             return
@@ -182,7 +182,7 @@ class Experts:
         self.is_raw = True
 
     def run(self, layer: Any, dispatch_output: Any) -> Any:
-        """The layer of a dispatch's tokens."""
+        """Run the layer on the tokens of ``dispatch_output``."""
         w13, w2 = self.weights or ()
         b13, b2 = (getattr(layer, f"{which}_weight_bias", None) if layer.with_bias else None for which in _WHICH)
         b13 = b13 if self._bias is None else self._bias
@@ -214,7 +214,7 @@ def runs_by(method: Any, layer: Any) -> Any:
 def run_by(method: Any, layer: Any, runner: Any) -> None:
     """Have a runner run a layer."""
     runs_by(method, layer).runner = runner
-    if method.get_moe_runner_backend(layer) is not runner.runner_backend:  # modelopt's methods say it themselves
+    if method.get_moe_runner_backend(layer) is not runner.runner_backend:  # a modelopt method has a backend of its own
         method._moe_runner_backend = runner.runner_backend
 
 
@@ -235,7 +235,7 @@ def _fp8(method: Any) -> Packing | str:
 
 
 def _fp8_rows(scale: str, *, is_static: bool) -> Packing:
-    """With a scale for each row, or matrix; what is loaded says which."""
+    """fp8 with a scale for each row or for each matrix; the loaded scales' shape decides."""
     return Packing("fp8_channel", ("weight", scale), runners=(_TRITON,), note=STATIC_X if is_static else "")
 
 
@@ -305,7 +305,7 @@ def _awq(method: Any) -> Packing | str:
 
 
 def _wna16(method: Any) -> Packing | str:
-    """AWQ's or GPTQ's, which SGLang's loader brings to rows of codes; it adds the one that GPTQ's zero points lack."""
+    """AWQ or GPTQ tensors. SGLang's loader converts them to rows of codes, and adds 1 to GPTQ's stored zero points."""
     how, why = method.quant_config, None
     if how.linear_quant_method == "awq" and not how.has_zp:
         why = "AWQ without zero points"
@@ -318,7 +318,7 @@ def _wna16(method: Any) -> Packing | str:
 
 
 def watch(ours: Experts, layer: Any, method: Any) -> None:
-    """Tell a layer's experts of zero points of 0 in GPTQ, stored as 15: SGLang's loader makes 16 of them."""
+    """Have a layer's loader note GPTQ zero points of 0, stored as 15: SGLang's loader wrongly makes them 16."""
     if type(method).__name__ != "MoeWNA16Method":
         return
     how = method.quant_config
@@ -337,7 +337,7 @@ def _load_zeros(
     return load(param, words, *arguments, **more)
 
 
-# By the name of SGLang's class, of its method or of compressed-tensors' scheme.
+# By the class name of SGLang's method, or of compressed-tensors' scheme.
 _FORMATS: dict[str, Callable[[Any], Packing | str]] = {
     "Fp8MoEMethod": _fp8,
     "W8A8FP8MoEMethod": lambda _: _fp8_rows("weight_scale", is_static=False),

@@ -47,7 +47,7 @@ from .quantised import refresh as refresh
 from .quantised import restore as restore
 from .usage import watch_models
 
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # a config's names for the experts of all ranks
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # of all ranks
 _CALLED = "_pretuned_called"  # attribute of a module after its first call
 
 _Adapters: TypeAlias = tuple[Lora | None, Lora | None]
@@ -64,9 +64,9 @@ def register(training: str | None = None) -> None:
 
     Experts of models made from now on are prepared when they come to a GPU (``prepare``), by
     ``from_pretrained(device_map=...)`` or ``model.to``, not in the first step. Experts of compressed-tensors
-    checkpoints stay quantised (``keep_compressed_tensors``). If pretuned can't run a module, the module's own code does,
-    and the reason is logged once; ``PRETUNED_STRICT=1`` makes that an error. For each model, one line at level INFO
-    names the layers that pretuned runs (``usage.py``).
+    checkpoints stay quantised (``keep_compressed_tensors``). If pretuned can't run a module, the module's own code
+    runs, and the reason is logged once; ``PRETUNED_STRICT=1`` makes that an error. For each model, one line at level
+    INFO names the layers that pretuned runs (``usage.py``).
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ def _load(problems: frozenset[Problem], device: int) -> None:
 
 
 def _problems(experts: Any, names: tuple[str, str], codes: list[ExpertWeights | None]) -> frozenset[Problem]:
-    """The problems of a module: the forward's products, and the gradients' if one of its parameters requires a gradient."""
+    """The problems of a module: the forward's products, and the gradients' for weights that require a gradient."""
     problems: set[Problem] = set()
     layout = Layout.KN if experts.is_transposed else Layout.NK
     for name, weights in zip(names, codes, strict=True):
@@ -197,14 +197,14 @@ def experts_or_own(
 ) -> torch.Tensor:
     """Run ``experts_forward``, or the module's own code if ``experts_forward`` refuses the module."""
     if torch.compiler.is_compiling():
-        if "parametrizations" in self._modules:  # torch.nn.utils.parametrize gives wrong weights if torch traces the read
+        if "parametrizations" in self._modules:  # a traced read of parametrized weights is wrong
             return torch.compiler.disable(experts_or_own)(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-untyped-call,no-any-return]
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
     try:
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
     except InputError as error:
         own = _own(type(self))  # type: ignore[arg-type]
-        if own is None or settings().strict or any_held(self) or adds_to_codes(self):  # the module's own code can't add adapters to codes
+        if own is None or settings().strict or any_held(self) or adds_to_codes(self):  # own code ignores these adapters
             raise
         if was_cast(self):
             raise
@@ -216,7 +216,7 @@ def experts_or_own(
 
 @functools.cache
 def _own(kind: Any) -> Any:
-    """The module's own forward, which transformers' dispatch wraps, or None. FP8Experts are wrapped anew for each layer."""
+    """The module's forward inside transformers' dispatch, or None. FP8Experts are wrapped anew for each layer."""
     forward, dispatch = kind.forward, getattr(kind.forward, "__code__", None)
     if not hasattr(forward, "__wrapped__"):
         return None
@@ -245,7 +245,7 @@ def experts_forward(
     InputError
         for weights in an unsupported quantised format, or split over ranks other than by whole experts.
     """
-    gated, normed = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # newer modules have both
+    gated, normed = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # in newer ones
     compiling = torch.compiler.is_compiling()
     sliced = not compiling and _transformed()
     first_name = "gate_up_proj" if gated else "up_proj"
@@ -294,7 +294,7 @@ def experts_forward(
 
 
 def _in_training(experts: Any, weights: tuple[Any, ...], call: Any, lora: Any) -> torch.Tensor:
-    """Run a call in the precision of ``register(training=...)`` if all weights require a gradient and none has an adapter.
+    """Run a call in ``register``'s precision if all weights require a gradient and none has an adapter.
 
     ``weights`` are the call's weights and adapters.
     """
@@ -401,7 +401,7 @@ def _slot_by_slot(
 
 
 def _whole(w: torch.Tensor | ExpertWeights, lora: Lora | None, dtype: torch.dtype) -> torch.Tensor:
-    """W + scale B A of quantised weights, [E, N, K]; other weights are returned unchanged: they contain their adapter."""
+    """W + scale B A of quantised weights, [E, N, K]. Others contain their adapter, and are returned unchanged."""
     if not isinstance(w, ExpertWeights):
         return w
     dense = w.dequantize(dtype)
@@ -500,7 +500,7 @@ def _spread(tensor: Any) -> str:
 
 
 def _of_this_rank(experts: Any, name: str, tensor: Any) -> torch.Tensor:
-    """This rank's experts of a DTensor that is split by whole experts, with ids relative to this rank; else InputError."""
+    """This rank's part of a DTensor that is split by whole experts, with ids relative to this rank; else InputError."""
     shard = sys.modules["torch.distributed.tensor"].Shard
     by_experts = all(
         many == 1 or (type(place) is shard and place.dim == 0)

@@ -44,7 +44,7 @@ _logged: set[str] = set()
 
 
 def adapted(experts: Any, name: str) -> tuple[torch.Tensor, Lora | None]:
-    """A parameter of the experts' module, and its adapter. Without a recognised adapter: the parameter as read, and None."""
+    """A parameter of the experts' module, and its adapter; the parameter as read and None if none is recognised."""
     lists = experts.__dict__.get("_modules", {}).get("parametrizations")
     if lists is not None and name in lists:
         parametrizations = lists[name]
@@ -60,7 +60,7 @@ def adapted(experts: Any, name: str) -> tuple[torch.Tensor, Lora | None]:
 
 
 def _lora(proxy: Any, transposed: bool) -> Lora:
-    """lhs @ rhs is of W's shape: B A, or with W [E, K, N] its transpose."""
+    """Return A and B of PEFT's factors: lhs @ rhs has W's shape, so it is B A, or (B A).T for W [E, K, N]."""
     A, B = (proxy.lhs.transpose(1, 2), proxy.rhs.transpose(1, 2)) if transposed else (proxy.rhs, proxy.lhs)
     return Lora(A, B, float(proxy.scaling))
 
@@ -118,7 +118,7 @@ def _spare(kind: Any) -> None:
 
 
 def _checked() -> bool:
-    """True if torch's ``ParametrizationList.__init__`` is among the callers, which tries a new parametrization."""
+    """True if torch's ``ParametrizationList.__init__``, which tries a new parametrization, is among the callers."""
     frame = sys._getframe(2)
     for _ in range(_NEAR):
         if frame is None:
@@ -151,7 +151,7 @@ def _is_weight(tensor: torch.Tensor) -> bool:
 
 
 def view(experts: Any, name: str) -> torch.Tensor | None:
-    """A tensor that stands for a weight whose codes pretuned runs, for PEFT: the weight's shape, but no values or memory.
+    """What PEFT sees of a weight whose codes pretuned runs: a tensor of its shape, without values or memory.
 
     None for any other module or name, and for codes that pretuned does not run.
     """
@@ -189,7 +189,7 @@ def adds_to_codes(experts: Any) -> bool:
 
 @contextlib.contextmanager
 def held(experts: Any, name: str, lora: Lora) -> Iterator[None]:
-    """Within the block, calls of the experts use this adapter for the weight ``name``."""
+    """A block in which calls of the experts use the adapter ``lora`` for the weight ``name``."""
     adapters: dict[str, Lora] | None = getattr(experts, _HELD, None)
     if adapters is None:  # torch 2.11's compiler can't trace __dict__.setdefault
         adapters = {}

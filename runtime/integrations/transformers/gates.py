@@ -1,9 +1,10 @@
 """Recognises the activation of a transformers model's experts, if transformers' own code computes it.
 
-Code is recognised by its source: a function of transformers (or torch) itself with one of the digests here, an act_fn
-of exactly one of the classes here with nothing hung on it, and names that still mean what they meant. A function's
-source is read once; what can change since is compared in every call, in 3 to 15 us (Inkling2's softcaps). Anything else
-runs the module's own code; so does a function that transformers changes, until its digest is added here.
+Code is recognised by its source: a function of transformers or torch whose digest is listed here, an act_fn that is an
+instance of exactly one of the classes here and has no hooks, and names that still refer to the same objects. A
+function's source is read once; all that can change later is compared in every call, in 3 to 15 us (Inkling2's
+softcaps). For all other code, pretuned runs the module's own code. If transformers changes a function, its new digest
+must be added here.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from ...artifacts.syntax import function_sha256
 from ...kernels.activations import UNGATED, Activation
 from ...runtime.ops.activation import RowActivation
 
-# A name in a namespace, and what it meant when the code that reads it was recognised.
+# (namespace, name, the object that the name referred to when the code that reads it was recognised)
 _Read: TypeAlias = tuple[Mapping[str, Any], str, object]
 
 
 class _Own(NamedTuple):
-    """A function that was recognised, with all that it reads by name."""
+    """A recognised function, with the objects that its names referred to."""
 
     code: CodeType
     digest: str
@@ -40,7 +41,7 @@ class _Own(NamedTuple):
 
 
 class _Class(NamedTuple):
-    """A class that was recognised, as it was then."""
+    """A recognised class, with the state to compare in later calls."""
 
     forward: FunctionType
     call: object
@@ -53,7 +54,7 @@ _classes: dict[type, _Class] = {}
 
 
 def recognise(experts: Any, gated: bool) -> RowActivation | None:
-    """The activation of ``activate`` that a module's own code between its products is; None where it may be another."""
+    """The activation of ``activate`` that equals a module's code between its products; None if that is not certain."""
     if not gated:
         function = _of_act_fn(experts)
         return RowActivation(function, False, False) if function is not None and function.name in UNGATED else None
@@ -95,9 +96,9 @@ def _of_fp8(experts: Any) -> Activation | None:
 
 
 def _with_numbers(experts: Any, name: str, beta: float = 0.0, /, **numbers: str) -> Activation | None:
-    """An activation with ``numbers`` from the module's attributes; None if one is no plain number, or of no use.
+    """An activation whose numbers are the module's attributes ``numbers``; None if one is not a usable plain number.
 
-    A tensor's value may change, and be learnt.
+    A tensor is not usable: its value may change or be trained.
     """
     values = tuple((number, getattr(experts, attribute, None)) for number, attribute in numbers.items())
     return _made(name, beta, values) if all(type(value) in (int, float) for _, value in values) else None
@@ -112,7 +113,7 @@ def _made(name: str, beta: float, values: tuple[tuple[str, float], ...]) -> Acti
 
 
 def _of_act_fn(experts: Any) -> Activation | None:
-    """The activation that a module's act_fn is, a function or a module without hooks."""
+    """The activation that equals a module's act_fn, which is a function or a module without hooks; None if unknown."""
     act = getattr(experts, "act_fn", None)
     if type(act) in (FunctionType, BuiltinFunctionType, functools.partial):
         return _of_function(act)
@@ -157,7 +158,7 @@ def _place(module: Any) -> tuple[str, str]:
 
 
 def _of_function(act: Any) -> Activation | None:
-    """The activation that one of torch's functions is."""
+    """The activation that equals a function of torch; None if there is none."""
     if act is functional.silu:
         return _SILU if _is_torch_s("silu", act) else None
     settings: Any = {}
@@ -214,7 +215,7 @@ def _holds(own: _Own, function: FunctionType) -> bool:
 
 
 def source_digest(code: CodeType) -> str | None:
-    """16 hex digits of a function's arguments and statements; None where its source is not to be had."""
+    """A digest, 16 hex digits, of a function's arguments and statements; None if its source is not available."""
     try:  # the code object's source: for a function, inspect follows __wrapped__
         return function_sha256(textwrap.dedent(inspect.getsource(code))).hex()[:16]
     except (OSError, TypeError, ValueError, SyntaxError):
@@ -222,7 +223,7 @@ def source_digest(code: CodeType) -> str | None:
 
 
 def _reads(function: FunctionType) -> tuple[_Read, ...] | None:
-    """The objects that a function's names stand for; None if one is neither its module's nor torch's own."""
+    """The objects that a function's names refer to; None if a name is neither its module's nor torch's own."""
     reads: list[_Read] = []
     for instruction in dis.get_instructions(function):
         name = instruction.argval
@@ -237,7 +238,7 @@ def _reads(function: FunctionType) -> tuple[_Read, ...] | None:
                 if not _is_torch_s(name, space[name]):
                     return None
                 reads.append((space, name, space[name]))
-        if hasattr(torch.Tensor, name):  # must come from the C base class, not be overridden
+        if hasattr(torch.Tensor, name):  # must be inherited from the C base class, not overridden
             if name in vars(torch.Tensor):
                 return None
             reads.append((vars(torch.Tensor), name, None))
@@ -258,7 +259,7 @@ def _is_torch_s(name: str, value: object) -> bool:
 _SOFTCAP = "070361357aa863b5"
 _GELUS = {"none": Activation("gelu"), "tanh": Activation("gelu_tanh")}
 _Reads: TypeAlias = Callable[[Any], "Activation | None"]
-# The digest of a gate's source: whether gate and up alternate, and which activation a module with it has.
+# By the digest of the source of ``_apply_gate``: whether gate and up alternate, and how to read a module's activation.
 _GATES: dict[str, tuple[bool, _Reads]] = {
     # integrations.moe
     "8e53074c735221d3": (False, _by_act_fn),
@@ -288,7 +289,7 @@ _GATES: dict[str, tuple[bool, _Reads]] = {
     "f32bdd6b60bb5466": (False, _of_fp8),
 }
 _MODELS = "transformers.models"
-# A class: the digest of its forward, and which activation an instance is.
+# By class: the digest of its forward, and how to read an instance's activation.
 _CLASSES: dict[tuple[str, str], tuple[str, _Reads]] = {
     ("transformers.activations", "SiLUActivation"): ("d4b942074f7d07d8", lambda act: _SILU),
     ("transformers.activations", "GELUActivation"): (

@@ -1,13 +1,13 @@
-"""While PEFT puts adapters on a model, its experts that stay quantised and run on pretuned are shown as weights.
+"""While PEFT adds adapters to a model, quantised experts that pretuned runs look like plain weights to PEFT.
 
-PEFT looks for a parameter by its name, makes A and B for its shape, and adds scaling * B A to what it reads. Codes have
-another name or another shape, and are no numbers to add to. So each weight is a parameter [E, N, K] in the model's
-dtype meanwhile, which takes no memory; and the layer that PEFT would wrap around it is ours (``param_wrapper.py``). All
-names and shapes are those of the same model in bf16: a saved adapter is an adapter of that model, too.
+PEFT looks up a parameter by name, makes A and B for its shape, and adds scaling * B A to the parameter. Codes have
+another name or shape, and can't be added to. So during that time each weight is a parameter [E, N, K] in the model's
+dtype that takes no memory, and the layer that PEFT wraps around it is pretuned's (``param_wrapper.py``). Names and
+shapes equal the bf16 model's, so a saved adapter fits that model, too.
 
-Which weights get an adapter is known inside ``inject_adapter`` alone: PEFT turns ``target_modules`` ("all-linear", a
-regular expression, gate_proj, up_proj, down_proj) into ``target_parameters`` there. So every quantised weight is shown,
-whatever the config says. Nothing here imports PEFT, but what makes such a layer.
+Only PEFT's ``inject_adapter`` knows which weights get an adapter: it converts ``target_modules`` ("all-linear", a
+regular expression, gate_proj, up_proj, down_proj) to ``target_parameters``. So every quantised weight gets such a
+parameter, whatever the config says. PEFT is imported only to make a layer.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def _shows(tuner: Any) -> None:
     @functools.wraps(own_check)
     def check_new_adapter_config(self: Any, config: Any) -> None:
         own_check(self, config)
-        check(self.model, config)  # PEFT asks after target_modules are target_parameters, before the model is changed
+        check(self.model, config)  # PEFT calls this once target_parameters are known, before it changes the model
 
     @functools.wraps(own_check_merge)
     def check_merge_allowed(self: Any) -> None:
         own_check_merge(self)
-        for module in self.model.modules():  # before any is merged
+        for module in self.model.modules():  # raise before any layer is merged
             if getattr(type(module), "unmergeable", False):
                 module.merge()
 
@@ -69,7 +69,7 @@ def _shows(tuner: Any) -> None:
 
 @contextlib.contextmanager
 def shown(model: Any, config: Any) -> Iterator[None]:
-    """The weights of a model's quantised experts are parameters [E, N, K], and ``config`` makes our layer of them."""
+    """A block in which quantised weights are parameters [E, N, K], for which ``config`` makes pretuned's layer."""
     if not hasattr(config, "_register_custom_module"):  # only LoRA has it, and only LoRA adapts parameters
         yield
         return
@@ -79,7 +79,7 @@ def shown(model: Any, config: Any) -> Iterator[None]:
     try:
         for experts in model.modules():
             for name in WEIGHTS:
-                # Codes of another name than the weight's are shown wherever they run, so that ``check`` sees them.
+                # If codes have another name than the weight, whoever runs them: ``check`` must see the weight.
                 see = view if name in getattr(experts, "_parameters", ()) else view_anywhere
                 weight = see(experts, name)
                 if weight is None:
@@ -100,7 +100,7 @@ def shown(model: Any, config: Any) -> Iterator[None]:
 
 
 def check(model: Any, config: Any) -> None:
-    """Refuse what a config wants of quantised experts and PEFT would leave out, or would leave untrained.
+    """Refuse a config whose wishes for quantised experts PEFT would ignore, or would not train.
 
     Raises
     ------
@@ -141,7 +141,7 @@ def _check_target(experts: Any, path: str, name: str, config: Any, key: str) -> 
         except InputError as error:
             raise InputError(f"get_peft_model: {path}.{name} can't have an adapter: {error}") from error
         check_rank(config, key)
-    elif codes_name(experts, name) != name:  # fp8's PEFT adapts by itself, for whatever runs them
+    elif codes_name(experts, name) != name:  # (PEFT itself adapts fp8 codes, which have the weight's name)
         raise InputError(
             f"get_peft_model: {path}.{name} is quantised and runs on {running!r}, wanted 'pretuned', the only one "
             "with adapters on these weights: call model.set_experts_implementation('pretuned') before get_peft_model"
@@ -149,7 +149,7 @@ def _check_target(experts: Any, path: str, name: str, config: Any, key: str) -> 
 
 
 def _wrapped(target: Any, adapter_name: str, *, config: Any, parameter_name: str | None = None, **more: Any) -> Any:
-    """PEFT's layer around a parameter of experts; None where PEFT's own is right."""
+    """pretuned's layer around a quantised parameter of experts; None if PEFT's own layer is right."""
     experts = target.get_base_layer() if hasattr(target, "get_base_layer") else target
     if parameter_name is None:
         return None

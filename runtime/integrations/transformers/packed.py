@@ -15,7 +15,7 @@ from ..loaded_format import GROUPS, order_refusal
 def keep_mxfp4() -> None:
     """Have transformers keep gpt-oss's experts packed as in the checkpoint, if "pretuned" runs them.
 
-    It needs no package ``kernels``, and no GPU. A second call does nothing.
+    The package ``kernels`` and a GPU are not needed. A second call does nothing.
     """
     from transformers.quantizers import auto
     from transformers.quantizers.base import HfQuantizer
@@ -24,10 +24,10 @@ def keep_mxfp4() -> None:
         return
 
     class PackedMxfp4Quantizer(HfQuantizer):
-        """Loads the tensors of experts by their own names."""
+        """Loads experts' packed tensors, as parameters with the checkpoint's names."""
 
         def validate_environment(self, *_: Any, **__: Any) -> None:
-            """Nothing is needed."""
+            """Do nothing: loading needs no package and no GPU."""
 
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
             for module in model.modules():
@@ -46,7 +46,7 @@ def keep_mxfp4() -> None:
 
 
 def _pack(experts: Any) -> None:
-    """Give a module of gpt-oss's experts parameters for codes and scales in the place of its weights."""
+    """Replace the weights of a gpt-oss experts' module by parameters for codes and scales."""
     E, H, I = experts.num_experts, experts.hidden_size, experts.intermediate_size  # noqa: E741
     for name, N, K in (("gate_up_proj", 2 * I, H), ("down_proj", H, I)):
         device = getattr(experts, name).device
@@ -55,14 +55,14 @@ def _pack(experts: Any) -> None:
             parameter = torch.nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=device), requires_grad=False)
             experts.register_parameter(name + end, parameter)
     experts.is_transposed = False
-    experts._is_hf_initialized = True  # all of it is in the checkpoint, and what would draw it looks for the weights
+    experts._is_hf_initialized = True  # transformers' random initialisation would look for the weights
 
 
 def keep_compressed_tensors() -> None:
     """Have transformers load compressed-tensors' experts as the checkpoint has them, where "pretuned" runs them.
 
-    These are int4 in symmetric groups, mxfp4, and fp8 with a scale for each 128 x 128 or each row. All else is loaded
-    as transformers does it: experts dequantised; so is all by a transformers before 5.23. A second call does nothing.
+    This applies to int4 in symmetric groups, mxfp4, and fp8 with a scale for each 128 x 128 or each row. transformers
+    loads all other experts dequantised, and before 5.23 all experts. A second call does nothing.
     """
     from transformers.quantizers import auto
 
@@ -71,7 +71,7 @@ def keep_compressed_tensors() -> None:
         return
 
     class PackedExpertsQuantizer(quantizer):  # type: ignore[misc]
-        """Gives experts parameters for codes and scales; transformers then merges these as it merges weights."""
+        """Gives experts parameters for codes and scales, which transformers then stacks as it stacks weights."""
 
         def _process_model_before_weight_loading(self, model: Any, **more: Any) -> None:
             super()._process_model_before_weight_loading(model, **more)
@@ -81,7 +81,7 @@ def keep_compressed_tensors() -> None:
                     _pack_compressed(module, _codes_of(self.compressor.quantization_config, name))
 
         def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-            """Scales of experts stay in their type."""
+            """Scales of experts keep their dtype."""
             if str(getattr(converter, "target_patterns", [""])[0]).endswith("_proj_scale"):
                 return None
             return super().get_new_dtype(converter, param, dtype)
@@ -90,7 +90,7 @@ def keep_compressed_tensors() -> None:
 
 
 class _StoredCodes(NamedTuple):
-    """Experts in a checkpoint: codes' name end and dtype, weights per element (``many``), scales' dtype and block."""
+    """Experts in a checkpoint: name end, dtype and weights per element (``many``) of codes, scales' dtype and block."""
 
     end: str
     dtype: torch.dtype
@@ -100,7 +100,7 @@ class _StoredCodes(NamedTuple):
 
 
 def _codes_of(config: Any, name: str) -> _StoredCodes | None:
-    """The layout of the codes of the experts of this name; None if they are not kept."""
+    """The layout of the codes of the experts of this name; None if transformers dequantises them."""
     from compressed_tensors.utils.match import match_name
     from transformers.integrations.compressed_tensors import get_experts_scheme
 
@@ -142,9 +142,9 @@ def _pack_compressed(experts: Any, codes: _StoredCodes | None) -> None:
             (codes.end, (E, N, K // codes.many), codes.dtype),
             ("_scale", (E, -(-N // rows), -(-K // (columns or K))), codes.scale),
         ]
-        if codes.dtype is torch.int32:  # beside them, of each matrix: nothing here reads it
+        if codes.dtype is torch.int32:  # a checkpoint's tensor for each matrix, which nothing here reads
             parts.append(("_shape", (E, 4 if name == "gate_up_proj" else 2), torch.int64))
         for end, shape, dtype in parts:
             parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=w.device), requires_grad=False)
             experts.register_parameter(name + end, parameter)
-    experts._is_hf_initialized = True  # all of it is in the checkpoint, and what would draw it looks for the weights
+    experts._is_hf_initialized = True  # transformers' random initialisation would look for the weights

@@ -1,4 +1,4 @@
-"""PEFT's layer around a parameter, of experts that stay quantised. Imported where PEFT makes one (``injection.py``)."""
+"""PEFT's layer around a parameter, for quantised experts. Imported when PEFT makes such a layer (``injection.py``)."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def check_rank(config: Any, key: str) -> None:
 
 
 class ParamWrapper(layer.ParamWrapper):  # PEFT looks for this class name
-    """y = x @ (W + sum over active adapters of scaling * B A).T, W being codes: the experts are handed A and B.
+    """y = x @ (W + sum over active adapters of scaling * B A).T, for W in codes: the experts' call gets A and B.
 
-    A and B have the shapes and the dtype that they would have of W [E, N, K] in the model's dtype.
+    A and B have the shapes and the dtype that they have for a plain W [E, N, K] in the model's dtype.
     """
 
     unmergeable = True
 
     def get_param(self) -> torch.Tensor:
-        """W as its shape, dtype and device are; its numbers are no weight's.
+        """A placeholder with W's shape, dtype and device, but without W's values.
 
         Raises
         ------
         InputError
-            where the experts no longer run on pretuned, or their codes are gone.
+            if the experts no longer run on pretuned, or their codes were removed.
         """
         experts = self.get_base_layer()
         weight = view(experts, self.parameter_name)
@@ -68,7 +68,7 @@ class ParamWrapper(layer.ParamWrapper):  # PEFT looks for this class name
             lhs, rhs, scaling = self.get_delta_factors(name)  # type: ignore[no-untyped-call]
             A, B = (lhs.mT, rhs.mT) if experts.is_transposed else (rhs, lhs)
             adapters.append(Lora(A, B, float(scaling)))
-        if len(adapters) > 1:  # their sum is one of as many columns
+        if len(adapters) > 1:  # their sum is one adapter, whose rank is the sum of ranks
             rank = sum(adapter.A.shape[1] for adapter in adapters)
             if rank > MAX_RANK:
                 bad("the rank of the active adapters", f"{rank} together", f"at most {MAX_RANK}", self._said)
@@ -78,7 +78,7 @@ class ParamWrapper(layer.ParamWrapper):  # PEFT looks for this class name
             yield
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Refused: W + scaling * B A is not of W's codes.
+        """Refuse to merge: codes can't represent W + scaling * B A.
 
         Raises
         ------

@@ -1,9 +1,9 @@
-"""The quantised weights of experts of transformers' models, as they are in a module.
+"""The quantised weights of an experts' module of a transformers model.
 
-A module's parameters for codes and scales become prepared ones (``ExpertWeights.prepare``) when the module comes to a
-GPU that has a kernel for these, or in its first call there. They are parameters of another dtype and shape then, so
-what reads or writes them sees that. ``state_dict`` and ``load_state_dict`` have the checkpoint's layout. Parameters
-that others put into the module anew for each forward (FSDP2, offloading) are used in the layout that they have.
+A module's parameters for codes and scales are replaced by prepared ones (``ExpertWeights.prepare``) when the module is
+moved to a GPU that has a kernel for prepared weights, or in its first call there. Prepared parameters have another
+dtype and shape, which all code that reads them sees; ``state_dict`` and ``load_state_dict`` use the checkpoint's
+layout. If other code replaces the parameters for each forward (FSDP2, offloading), they are used as they are.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ..loaded_format import scale_of_rows
 
 _NAME = "_pretuned_weights"
 _STORED = "_pretuned_stored"
-CAPTURED = "_pretuned_captured"  # in a module whose parameters a CUDA graph reads in the checkpoint's layout
+CAPTURED = "_pretuned_captured"  # attribute of a module whose checkpoint-layout parameters a CUDA graph reads
 # Name ends of codes and scales: transformers' fp8, gpt-oss, compressed-tensors' packed and other codes.
 ENDS = (("", "_scale_inv"), ("_blocks", "_scales"), ("_packed", "_scale"), ("", "_scale"))
-_GROUPS = (32, 64, 128)  # of int4
+_GROUPS = (32, 64, 128)  # group sizes of int4
 
 
 class _Stored(NamedTuple):
@@ -45,7 +45,7 @@ class _Stored(NamedTuple):
 
 
 class _KnownWeights(NamedTuple):
-    """The weights of one product, and the parameters that they were made of."""
+    """The weights of one product, and the parameters from which they were made."""
 
     codes: weakref.ref[torch.Tensor]
     scale: weakref.ref[torch.Tensor]
@@ -55,7 +55,7 @@ class _KnownWeights(NamedTuple):
 
 
 class _Known(dict[str, _KnownWeights]):
-    """The weights of a module's products. A copy of the module makes its own."""
+    """The cached weights of a module's products. A copy of the module starts with an empty cache."""
 
     def __deepcopy__(self, _: Any) -> _Known:
         return _Known()
@@ -70,7 +70,7 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
     Raises
     ------
     InputError
-        for scales of other blocks, and what ``ExpertWeights`` refuses.
+        for scales of an unsupported block, and for tensors that ``ExpertWeights`` refuses.
     """
     parameters = _parameters(experts, name)
     if parameters is None:
@@ -85,7 +85,7 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
         )
     if torch.compiler.is_compiling():
         traced = _weights(codes, scale, by_matrix=_by_matrix(experts))
-        if not traced.is_prepared:  # a graph can't look at numbers, but at shapes
+        if not traced.is_prepared:  # a traced graph can check shapes, but no values
             fit("scale", traced.scale, scale_shape(traced), traced.codes)
         return traced
     cached = _known(experts)
@@ -93,9 +93,9 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
     if entry is not None and entry.codes() is codes and entry.scale() is scale and entry.state == state:
         _follow_scale(entry, scale)
         return entry.weights
-    with torch.inference_mode(False), torch.no_grad():  # a copy of scales is written to later, in any mode
+    with torch.inference_mode(False), torch.no_grad():  # the copy of scales is written later
         weights = checked(_weights(codes.detach(), scale.detach(), by_matrix=_by_matrix(experts)))
-    if isinstance(codes, torch.nn.Parameter):  # else it is there for one call
+    if isinstance(codes, torch.nn.Parameter):  # any other tensor is there for one call
         _keep(cached, name, codes, scale, weights)
     return weights
 
@@ -109,9 +109,9 @@ def _known(experts: Any) -> _Known:
 
 
 def _parameters(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor, str] | None:
-    """A product's codes and scales, and the name of the codes; None where they are not quantised."""
+    """A product's codes and scales, and the name of the codes; None if the product is not quantised."""
     parameters = experts.__dict__.get("_parameters", {})  # read once: another thread may replace it
-    for codes_end, scale_end in ENDS:  # the scale first: to read w that has an adapter of PEFT's makes W + s B A
+    for codes_end, scale_end in ENDS:  # the scale first: reading a plain w with PEFT's adapter would compute W + s B A
         scale = parameters.get(name + scale_end, None)
         scale = getattr(experts, name + scale_end, None) if scale is None else scale
         codes = None if scale is None else parameters.get(name + codes_end, None)
@@ -158,7 +158,7 @@ def _state(parameter: torch.Tensor) -> tuple[object, ...]:
 
 
 def _keep(cached: _Known, name: str, codes: torch.Tensor, scale: torch.Tensor, weights: ExpertWeights) -> None:
-    """Keep weights as long as the parameters that they were made of: nothing is to stay of one that is replaced."""
+    """Cache weights until one of the parameters from which they were made is deleted."""
 
     def forget(gone: weakref.ref[torch.Tensor]) -> None:
         entry = cached.get(name)
@@ -171,21 +171,21 @@ def _keep(cached: _Known, name: str, codes: torch.Tensor, scale: torch.Tensor, w
 
 
 def _follow_scale(entry: _KnownWeights, scale: torch.Tensor) -> None:
-    """Copy scales that were written to since, where the weights have them in another dtype."""
+    """Copy scales again if they were written since, for weights that have a copy of them in another dtype."""
     version = version_of(scale)
     if entry.version[0] != version:
         if scale.data_ptr() != entry.weights.scale.data_ptr():
             new_scale = fp8_scale(scale.detach())
             rows = entry.weights.scale
             rows.copy_(new_scale if rows.dim() > 2 else scale_of_rows(new_scale, rows.shape[1]))
-            if capturing():  # nothing is copied before the graph's replay: the next call copies again
+            if capturing():  # the copy is captured, and runs in a replay only: so the next call must copy again
                 return
             synchronize(entry.weights.scale)
         entry.version[0] = version
 
 
 def refresh(model: torch.nn.Module) -> None:
-    """Read the scales of a model's quantised experts anew, after a write that torch does not count.
+    """Read the scales of a model's quantised experts again, after a write that torch does not count.
 
     Such writes go through ``.data``, come from a kernel of your own, or go to tensors made in inference mode.
     """
@@ -194,7 +194,7 @@ def refresh(model: torch.nn.Module) -> None:
 
 
 def _after_load(experts: Any, *_: Any) -> None:
-    """Rewrite at once what is made of scales: a captured graph is replayed without a call that could."""
+    """Update everything that was computed from scales now: replaying a captured graph calls no code that could."""
     cached: _Known = experts.__dict__.get(_NAME, _Known())
     for name, entry in list(cached.items()):
         scale = entry.scale()
@@ -221,7 +221,7 @@ def _by_matrix(experts: Any) -> bool:
 
 
 def _weights(codes: torch.Tensor, scale: torch.Tensor, *, by_matrix: bool = False) -> ExpertWeights:
-    """The weights of parameters in either layout; what is in them is not looked at."""
+    """The weights of parameters in the checkpoint's or the prepared layout. Their values are not checked."""
     prepared = codes.dim() == PREPARED_DIMS
     if codes.dtype is torch.float8_e4m3fn or (prepared and codes.shape[-1] == 4):
         N = codes.shape[1] * (codes.shape[3] if prepared else 1)
@@ -245,10 +245,10 @@ def _int4_format(codes: torch.Tensor, scale: torch.Tensor) -> str:
 
 
 def prepare_parameters(experts: Any, names: tuple[str, str], wanted: Callable[[ExpertWeights], bool]) -> None:
-    """Replace a module's parameters for codes and scales by prepared ones, a product at a time, where these are wanted.
+    """Replace a module's parameters for codes and scales by prepared ones, product by product, if ``wanted`` says so.
 
-    Parameters that something else puts into the module for one call stay, and those that were prepared before, and
-    those that a captured graph reads.
+    Not replaced are parameters that other code sets for one call, that are prepared already, or that a captured graph
+    reads.
     """
     if torch.compiler.is_compiling() or CAPTURED in experts.__dict__ or _is_lent(experts):
         return
@@ -271,7 +271,7 @@ def _is_lent(experts: Any) -> bool:
 def _is_gathered(experts: Any) -> bool:
     """True if FSDP2 gathers the module's parameters for each forward.
 
-    Only torch's private records say so. If another torch has others, experts are prepared in vain, once.
+    Only private attributes of torch show that. If a later torch lacks them, experts are prepared once in vain.
     """
     records = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
     for state in [refer() for refer in list(records.values())]:
@@ -308,7 +308,7 @@ def _prepare(
         stored[name] = _Stored(
             codes_name, scale_name, (codes.dtype, tuple(codes.shape[1:])), (scale.dtype, tuple(scale.shape[1:]))
         )
-        if prepared.scale.dim() < PREPARED_DIMS - 1:  # scales stay as the checkpoint has them
+        if prepared.scale.dim() < PREPARED_DIMS - 1:  # scales whose layout does not change
             made_scale: torch.nn.Parameter = parameters[scale_name]
         else:
             made_scale = torch.nn.Parameter(prepared.scale, requires_grad=False)
@@ -318,7 +318,7 @@ def _prepare(
 
 
 def _exchange(experts: Any, replaced: dict[str, torch.nn.Parameter]) -> None:
-    """Give a module parameters, all at once for other threads."""
+    """Replace parameters of a module in one step, so that no thread sees some of them."""
     experts.__dict__["_parameters"] = {**experts._parameters, **replaced}
 
 
@@ -340,7 +340,7 @@ def restore(model: torch.nn.Module) -> None:
 
 
 def _restore(experts: Any, names: Iterable[str] | None = None) -> None:
-    """Restore the parameters of one module's products ``names``, or of all."""
+    """Restore the parameters of the products ``names`` of one module, or of all its products."""
     with lock("experts of transformers"):
         for name, stored in experts.__dict__.get(_STORED, {}).items():
             codes, scale = (experts._parameters.get(each) for each in stored[:2])
@@ -360,7 +360,7 @@ def _restore(experts: Any, names: Iterable[str] | None = None) -> None:
 
 
 def _translated(stored: _Stored, codes: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Tensors of the checkpoint's layout of prepared ones, by name; not those of scales that are in it."""
+    """The checkpoint-layout tensors of prepared codes and scales, by name; without scales that kept their layout."""
     with torch.inference_mode(False), torch.no_grad():
         plain = _weights(_local(codes), _local(scale)).restore()
         E, (dtype, shape) = plain.codes.shape[0], stored.codes_like
@@ -378,7 +378,7 @@ def _local(tensor: Any) -> torch.Tensor:
     Raises
     ------
     InputError
-        where a DTensor is spread otherwise than by whole experts.
+        if a DTensor is split other than by whole experts.
     """
     if not hasattr(tensor, "placements"):
         return tensor  # type: ignore[no-any-return]
@@ -393,7 +393,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _like(like: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, which was computed from ``_local(like)``, spread over ranks like ``like``."""
+    """Return ``tensor``, which was computed from ``_local(like)``, as a DTensor split as ``like``."""
     if not hasattr(like, "placements"):
         return tensor
     from torch.distributed.tensor import DTensor
@@ -423,7 +423,7 @@ def _after_state(experts: Any, state: dict[str, Any], prefix: str, _: Any) -> No
 
 
 def _before_load(experts: Any, state: dict[str, Any], prefix: str, local: dict[str, Any], *_: Any) -> None:
-    """Translate a checkpoint's tensors for prepared parameters, or replace these where that can't be done."""
+    """Translate a checkpoint's tensors for prepared parameters; if that can't be done, restore the parameters."""
     for name, stored in experts.__dict__.get(_STORED, {}).items():
         held = experts._parameters.get(stored.codes)
         keys = [prefix + each for each in stored[:2]]
@@ -439,9 +439,9 @@ def _before_load(experts: Any, state: dict[str, Any], prefix: str, local: dict[s
 def _prepared_state(
     experts: Any, stored: _Stored, state: dict[str, Any], keys: list[str]
 ) -> dict[str, torch.Tensor] | None:
-    """Write a checkpoint's tensors to prepared parameters, expert by expert; return these, which torch copies then.
+    """Write a checkpoint's tensors to prepared parameters, expert by expert, and return these for torch to copy.
 
-    None for scales or codes that the prepared layout can't represent: nothing was written then.
+    None, and nothing was written, for scales or codes that the prepared layout can't represent.
     """
     parameters = [experts._parameters[name] for name in stored[:2]]
     format = _weights(*(_local(parameter.detach()) for parameter in parameters), by_matrix=_by_matrix(experts)).format
@@ -450,7 +450,7 @@ def _prepared_state(
     for key, held, (dtype, shape) in zip(keys, parameters, stored[2:], strict=True):
         tensor = state.get(key)
         if tensor is None or tuple(tensor.shape[1:]) != shape:
-            continue  # (torch reports another shape)
+            continue  # torch itself reports a wrong shape
         with torch.no_grad():
             here = _local(tensor.detach()).to(dtype)
             plain = here if dtype.is_floating_point and dtype is not E8M0 else here.view(torch.uint8)

@@ -16,13 +16,13 @@ from .adapters import NAME, WEIGHTS
 from .gates import recognise
 from .quantised import quantised
 
-_LOGGED = "_pretuned_logged"  # an attribute of a model
+_LOGGED = "_pretuned_logged"  # attribute of a model that was logged, and of patched methods
 _log = logging.getLogger(__name__)
 _thread = threading.local()
 
 
 def watch_models(pretrained_model: Any) -> None:
-    """Log a model where ``from_pretrained`` ends, which calls ``train``, and after ``set_experts_implementation``."""
+    """Log a model at the end of ``from_pretrained``, which calls ``train``, and of ``set_experts_implementation``."""
     for name in ("train", "set_experts_implementation"):
         own = getattr(pretrained_model, name)
         if not hasattr(own, _LOGGED):
@@ -32,7 +32,7 @@ def watch_models(pretrained_model: Any) -> None:
 def _then_log(own: Any, *, asks: bool) -> Any:
     @functools.wraps(own)
     def call(self: Any, *args: Any, **more: Any) -> Any:
-        if torch.compiler.is_compiling() or getattr(_thread, "inside", False):  # a model's models are part of it
+        if torch.compiler.is_compiling() or getattr(_thread, "inside", False):  # logged with the outer model
             return own(self, *args, **more)
         _thread.inside = True
         try:
@@ -53,12 +53,14 @@ def _names_it(argument: Any) -> bool:
 
 
 def log_model(model: Any, *, asked: bool = False) -> None:
-    """Log which experts of a model pretuned runs, or warn where ``experts_implementation="pretuned"`` changes nothing.
+    """Log which experts of a model pretuned runs, or warn if ``experts_implementation="pretuned"`` changes nothing.
 
     Parameters
     ----------
     model
-        A model of transformers. Nothing is logged where neither its config nor ``asked`` names pretuned.
+        A model of transformers. Nothing is logged if its config does not name pretuned and ``asked`` is False.
+    asked
+        Whether the caller has asked for pretuned, by an argument of ``set_experts_implementation``.
 
     Raises
     ------
@@ -99,7 +101,7 @@ def _described(experts: Any) -> str:
     gated = getattr(experts, "has_gate", True)
     if any(
         parameter.is_meta for parameter in experts.parameters(recurse=False)
-    ):  # offloaded: nothing is here to describe
+    ):  # offloaded: there are no parameters to describe
         return type(experts).__name__
     w1, w2 = (_weight(experts, name) for name in (WEIGHTS[0] if gated else WEIGHTS[1], WEIGHTS[2]))
     act = recognise(experts, gated)

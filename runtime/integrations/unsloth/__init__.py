@@ -104,7 +104,7 @@ class KernelConfigBackward_dW(KernelConfig):  # noqa: N801, the documented name
     use_tma_load_x: bool = False
 
 
-_ELSEWHERE = {"debug", "use_tma_load_w", "use_tma_load_x", "use_tma_load_dy"}  # keywords that all three calls below accept
+_ELSEWHERE = {"debug", "use_tma_load_w", "use_tma_load_x", "use_tma_load_dy"}  # accepted by all three calls
 
 _AnyConfig: TypeAlias = "KernelConfig | KernelPair | Preference | Config | None"
 
@@ -225,8 +225,9 @@ def grouped_gemm_dX(
     autotune: bool = False,
     **knobs: Any,
 ) -> torch.Tensor:
-    """The gradient of X, as ``pretuned.runtime.grouped_gemm_dX``: [M, K], or [T, K] with ``permute_x``, where a
-    token's slots are summed.
+    """The gradient of X, as ``pretuned.runtime.grouped_gemm_dX``: [M, K], or [T, K] with ``permute_x``.
+
+    With ``permute_x`` a token's slots are summed.
 
     ``knobs``: as ``grouped_gemm_forward``, with use_tma_load_dy and use_tma_load_w.
 
@@ -275,10 +276,10 @@ def get_or_autotune_moe_kernels(
     force_autotune: bool = False,
     seq_len: int = 8192,
 ) -> tuple[KernelPair, KernelPair, KernelPair]:
-    """The configs of a gated layer's two products for the forward, dX and dW, by ``pretuned.aot``'s function of this name.
+    """The configs of a gated layer's two products for the forward, dX and dW, as ``pretuned.aot`` returns them.
 
-    If that can't run (no GPU, or no builder installed), return empty pairs, with which the bundles' own choice runs, and
-    warn once.
+    If ``pretuned.aot`` can't tune (no GPU, or not installed), warn once and return empty pairs, with which the bundles'
+    own choice runs.
 
     Raises
     ------

@@ -17,7 +17,8 @@ Saved: TypeAlias = "dict[str, Any]"
 def load_cached_config(cache_key: str) -> Saved | None:
     """The configs that ``save_cached_config`` saved, here or in an earlier process; None if there are none.
 
-    The result is a dict with ``config_fwd``, ``config_bwd_dx``, ``config_bwd_dw`` (each a dict of its fields) and ``metadata``.
+    The result is a dict with ``config_fwd``, ``config_bwd_dx``, ``config_bwd_dw`` (each a dict of the config's fields)
+    and ``metadata``.
     """
     saved = _cache.load(cache_key)
     return None if saved is None else dict(saved)

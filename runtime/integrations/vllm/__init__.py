@@ -1,12 +1,13 @@
 """vLLM's plug-in: the entry point ``vllm.general_plugins`` of this package, which every process of an engine calls.
 
-Registering imports nothing of vLLM. Once vLLM imports its method for MoE layers without quantisation, a subclass of
-pretuned's is put into vLLM's registry for classes of others. Once it imports a quantisation config, that config's
-``get_quant_method`` asks pretuned after it has chosen vLLM's own method. ``experts.py`` and ``quantised.py`` are
-imported when a model has such a layer. Whatever fails in them, vLLM's own method runs.
+Registering imports no layer of vLLM. When vLLM imports its method for MoE layers without quantisation, pretuned puts a
+subclass of it into vLLM's registry for out-of-tree classes. When vLLM imports a quantisation config, pretuned patches
+its ``get_quant_method``: after vLLM has chosen its own method, pretuned's may replace it. ``experts.py`` and
+``quantised.py`` are imported when a model has such a layer. If anything fails in them, vLLM's own method runs.
 
-``PRETUNED_VLLM=0`` switches it off, and so does a ``VLLM_PLUGINS`` without ``pretuned``. ``PRETUNED_VLLM=1`` runs each
-layer that pretuned can run; else it is those alone that a bundle was built for, on a GPU.
+``PRETUNED_VLLM=0`` switches the plug-in off, and so does a ``VLLM_PLUGINS`` without ``pretuned``. With
+``PRETUNED_VLLM=1`` pretuned runs each layer that it can run, by default only layers that a bundle was built for, on a
+GPU.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _CONFIGS = {
     _QUANTISATION + "compressed_tensors.compressed_tensors": ("CompressedTensorsConfig",),  # Kimi-K2, RedHatAI's
     _QUANTISATION + "auto_awq": ("AutoAWQConfig",),
     _QUANTISATION + "auto_gptq": ("AutoGPTQConfig",),
-    _QUANTISATION + "inc": ("INCConfig",),  # AutoRound's, whose layers have the methods of the others
+    _QUANTISATION + "inc": ("INCConfig",),  # AutoRound, whose layers use the other configs' methods
     _QUANTISATION + "moe_wna16": ("MoeWNA16Config",),
-    # The others inherit the first's method: nvidia's checkpoints, MiniMax-M3-MXFP8.
+    # The other configs inherit the first config's method: nvidia's checkpoints, MiniMax-M3-MXFP8.
     _QUANTISATION + "modelopt": (
         "ModelOptQuantConfigBase",
         "ModelOptFp8Config",
@@ -55,8 +56,8 @@ _CONFIGS = {
 def register() -> None:
     """Let vLLM's MoE layers ask pretuned first. A second call does nothing.
 
-    No device is touched, and no module of vLLM's layers imported. A vLLM that pretuned was not tested with, and a class
-    that another plug-in has registered, are logged and left as they are.
+    No device is touched, and no module of vLLM's layers is imported. With a vLLM version that pretuned was not tested
+    with, or a class that another plug-in has registered, only a line is logged.
     """
     PLUG_IN.attempt("register", _register)
 
@@ -77,7 +78,7 @@ def _config_imported(module: Any) -> None:
 
 
 def _register_method(module: Any) -> None:
-    """For MoE layers without quantisation."""
+    """Register pretuned's method for MoE layers without quantisation."""
     from vllm.model_executor.custom_op import op_registry_oot
 
     there = op_registry_oot.get(_METHOD)
@@ -90,7 +91,7 @@ def _register_method(module: Any) -> None:
 
     @own.register_oot
     class PretunedMoEMethod(own):  # type: ignore[misc]
-        """vLLM's method, with another class for the experts where pretuned runs the layer."""
+        """vLLM's method for layers without quantisation, with pretuned's experts class if pretuned runs the layer."""
 
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named)
@@ -113,7 +114,7 @@ def _register_method(module: Any) -> None:
             )
 
         def process_weights_after_loading(self, layer: Any) -> None:
-            """vLLM's; if pretuned's kernels can't be loaded or can't run, again for vLLM's own experts."""
+            """Run vLLM's function. If pretuned's kernels can't be loaded or run, run it again for vLLM's experts."""
             try:
                 super().process_weights_after_loading(layer)
                 if _is_taken(self):
@@ -134,7 +135,7 @@ def _register_method(module: Any) -> None:
 def _say_active() -> None:
     from vllm.logger import init_logger
 
-    PLUG_IN.say_active(init_logger(PLUG_IN.log.name).info_once)  # by the first rank alone
+    PLUG_IN.say_active(init_logger(PLUG_IN.log.name).info_once)  # logged by the first rank only
 
 
 def _is_taken(method: Any) -> bool:
@@ -178,7 +179,7 @@ def _asking(own: Callable[..., Any], classes: list[type]) -> Callable[..., Any]:
         if method is None or type(self) not in classes or PLUG_IN.is_off:
             return method
         if not hasattr(method, "moe") or type(method).__module__.startswith("pretuned."):
-            return method  # no MoE layer's method, or already pretuned's, from a config that this one called
+            return method  # not a MoE method, or pretuned's already, from an inner config
         ours = PLUG_IN.attempt("take a layer", _take_quantised, method, layer) or method
         PLUG_IN.count(taken=ours is not method)
         return ours

@@ -1,11 +1,11 @@
-"""vLLM's MoE layers on pretuned: the class of vLLM's modular kernel, and which layers it is for.
+"""vLLM's MoE layers on pretuned: the experts class for vLLM's modular kernel, and the conditions on which it runs.
 
-Layers without quantisation are handled here, others in ``quantised.py``. A layer with a part that pretuned can't run
-stays with the backend that vLLM chose; the reason is logged once. Weights are used as vLLM loaded them, w13
-[E, 2*I, H] and w2 [E, H, I]: nothing is copied, packed or kept. So weights that are loaded again, or leave the GPU
-while the engine sleeps and come back, are simply read.
+Layers without quantisation are handled here, others in ``quantised.py``. A layer with a feature that pretuned lacks
+stays with the backend that vLLM chose, and the reason is logged once. Weights are used as vLLM loaded them, w13
+[E, 2*I, H] and w2 [E, H, I]: nothing is copied, packed or cached. So weights may be loaded again, or leave the GPU
+while the engine sleeps and come back.
 
-Imported inside vLLM alone, by ``__init__.py``, which runs vLLM's own experts if anything here fails.
+Imported only inside vLLM, by ``__init__.py``, which runs vLLM's own experts if anything here fails.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from ..served_layer import ServedLayer, choose_invariantly, expected_rows, lacks
 
 _log = init_logger("vllm.pretuned")
 
-# Whose weights lie as they were loaded.
+# vLLM's backends that leave weights as they were loaded.
 _BACKENDS = ("TRITON", "BATCHED_TRITON", "FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS", "CPU")
 
 
 class ActivationNumbers(NamedTuple):
-    """The numbers that vLLM has for a layer's activation. None: there is none, or a limit or linear_beta of 0."""
+    """The numbers that vLLM has for a layer's activation. None means no number, or a limit or linear_beta of 0."""
 
     swiglu_limit: float | None = None
     swiglu_alpha: float | None = None
@@ -64,16 +64,16 @@ class ActivationNumbers(NamedTuple):
 
 
 class _Named(NamedTuple):
-    """One of vLLM's activations: pretuned's function, what vLLM's code has for the settings, and which it reads."""
+    """One of vLLM's activations: pretuned's function, the constants in vLLM's code, and the settings that it reads."""
 
-    function: Activation | None  # None: its numbers are read from the layer
+    function: Activation | None  # None: made from the layer's numbers
     code: ActivationNumbers = ActivationNumbers(swiglu_alpha=1.0, swiglu_beta=0.0)
     reads: tuple[str, ...] = ()
     is_gated: bool = True
     is_interleaved: bool = False
 
     def of(self, settings: ActivationNumbers) -> Activation | str:
-        """The function with a layer's settings, or why there is none that computes what vLLM does."""
+        """The function with a layer's settings, or why pretuned has none that computes what vLLM does."""
         for setting, value in settings._asdict().items():
             if value is not None and setting not in self.reads and value != getattr(self.code, setting):
                 return f"a {setting} of {value:g}, which vLLM's backends do not all read"
@@ -121,9 +121,9 @@ class _Own(NamedTuple):
 
 
 def take(method: Any, *, everywhere: bool) -> None:
-    """Give a layer's method pretuned's experts, if pretuned has all that the layer has; else log why not, once.
+    """Give a layer's method pretuned's experts, if pretuned supports the layer; else log why not, once.
 
-    ``everywhere``: also where no bundle was built for the layer, and by the reference where there is no GPU.
+    ``everywhere``: also if no bundle was built for the layer, and on the CPU, by the reference.
     """
     moe = method.moe
     own = _Own(method.unquantized_backend, method.experts_cls)
@@ -133,13 +133,13 @@ def take(method: Any, *, everywhere: bool) -> None:
         _tell(moe, own, str(why))
         return
     tell_taken(layer_of(moe, act))
-    method.pretuned_took_from = own  # from here on nothing can fail: a layer is taken whole or not at all
+    method.pretuned_took_from = own  # from here on nothing can fail, so no layer is half taken
     method.experts_cls = PretunedBatchedExperts if is_batched(moe) else PretunedExperts
     method.unquantized_backend = UnquantizedMoeBackend.TRITON  # its weights stay as they are
 
 
 def keep(method: Any, params_dtype: torch.dtype) -> None:
-    """Give a layer back whose weights turn out to be of another dtype than its tokens."""
+    """Give a layer back to vLLM if its weights have another dtype than its tokens."""
     if params_dtype is not method.moe.in_dtype:
         own = give_back(method)
         _tell(method.moe, own, f"the weights are {params_dtype}, the tokens {method.moe.in_dtype}")
@@ -219,7 +219,7 @@ def refusal_of(moe: Any, act: RowActivation | str, dtype: DType | None, *, every
 
 
 def layer_of(moe: Any, act: RowActivation, dtype: DType | None = None) -> ServedLayer:
-    """This rank's part of a layer, whose weights are of the tokens' dtype if None is given."""
+    """This rank's part of a layer with weights of ``dtype``; None means the tokens' dtype."""
     return ServedLayer(
         moe.num_local_experts,
         moe.hidden_dim,
@@ -237,7 +237,7 @@ def is_batched(moe: Any) -> bool:
 
 
 def load_kernels(layer: ServedLayer) -> None:
-    """Load all that a layer can come to on this process's GPU, if it has one, and say so once."""
+    """Load all kernels that a layer can need on this process's GPU, if there is one, and log that once."""
     if current_platform.is_cuda():
         loaded = load(layer, current_device())
         _log.info_once("pretuned: %d kernels loaded in %.1f ms", loaded.count, loaded.seconds * 1e3)
@@ -247,7 +247,7 @@ _tried: set[tuple[Any, ...]] = set()
 
 
 def try_once(experts: Any, layer: Any, w13: torch.Tensor) -> None:
-    """Run one token through a layer's experts, once for each kind of layer: what fails then fails before it serves."""
+    """Run one token through a layer's experts, once for each kind of layer, so that errors come before serving."""
     moe = experts.moe_config
     formats = tuple(weights.format for weights in experts.weights or ())
     kind = layer_of(moe, experts.act), formats, experts.w1_bias is None
@@ -279,14 +279,14 @@ def try_once(experts: Any, layer: Any, w13: torch.Tensor) -> None:
 class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     """Runs ``moe_mlp``: sort, multiply, weigh and sum over each token's experts.
 
-    With ``weights`` it uses these, not the two tensors of a call: quantised weights have more tensors.
+    ``weights``, if set, replaces the two tensors of a call: quantised weights have more tensors.
     """
 
     def __init__(self, moe_config: Any, quant_config: Any, **batched: Any) -> None:
         super().__init__(moe_config, quant_config, **batched)
-        self.act: RowActivation | None = None  # until ``_load``, or the method of quantised weights, says it
+        self.act: RowActivation | None = None  # set by ``_load``, or by the method for quantised weights
         self._map: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.weights: tuple[ExpertWeights, ExpertWeights] | None = None  # in place of those that a call is given
+        self.weights: tuple[ExpertWeights, ExpertWeights] | None = None  # these replace the weights of a call
         self._load(moe_config)
 
     def _load(self, moe_config: Any) -> None:
@@ -298,7 +298,7 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     @staticmethod
     def activation_format() -> Any:
-        """Tokens lie as the router has them."""
+        """Standard: tokens are in the router's order, [T, H]."""
         return mk.FusedMoEActivationFormat.Standard
 
     @staticmethod
@@ -324,7 +324,7 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     @staticmethod
     def _supports_batch_invariance() -> bool:
-        """Kernels of one order of sums are chosen then; the reference, on the CPU, has no such mode."""
+        """True on a GPU, where all calls' kernels then sum in one order; the CPU's reference has no such mode."""
         return settings().invariance is not None and bool(current_platform.is_cuda())
 
     def supports_expert_map(self) -> bool:
@@ -332,13 +332,13 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         return True
 
     def finalize_weight_and_reduce_impl(self) -> Any:
-        """``apply`` weights and sums."""
+        """No further step: ``apply`` weights and sums."""
         return TopKWeightAndReduceNoOP()
 
     def workspace_shapes(
         self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int, *_: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """None but the result's, [tokens, H]: torch's allocator has the rest."""
+        """No workspaces except the result, [tokens, H]: pretuned allocates the rest by torch."""
         return (0,), (0,), (M, K)
 
     def apply(
@@ -357,9 +357,9 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         expert_tokens_meta: Any = None,
         **_: Any,
     ) -> None:
-        """output [T, H] = the layer on hidden_states [T, H], the tokens of this rank's experts alone.
+        """output [T, H] = the layer on hidden_states [T, H], by this rank's experts alone.
 
-        ``expert_map`` [experts of all ranks] has each one's number here, -1 of others. With
+        ``expert_map`` [experts of all ranks] has each expert's number on this rank, or -1. With
         ``apply_router_weight_on_input`` hidden_states are weighted already. ``expert_tokens_meta`` may have the rows of
         each expert on the host.
         """
@@ -401,11 +401,11 @@ class PretunedExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
 
 class PretunedBatchedExperts(PretunedExperts):
-    """Runs ``experts_mlp`` on tokens that an all-to-all groups by expert; its combine step weights and sums."""
+    """Runs ``experts_mlp`` on tokens that an all-to-all groups by expert; the all-to-all's combine weights and sums."""
 
     @staticmethod
     def activation_format() -> Any:
-        """Tokens lie by expert, [E, M_max, H]."""
+        """Batched: tokens are grouped by expert, [E, M_max, H]."""
         return mk.FusedMoEActivationFormat.BatchedExperts
 
     def supports_expert_map(self) -> bool:
@@ -413,13 +413,13 @@ class PretunedBatchedExperts(PretunedExperts):
         return False
 
     def finalize_weight_and_reduce_impl(self) -> Any:
-        """The all-to-all weights and sums."""
+        """No step here: the all-to-all weights and sums."""
         return TopKWeightAndReduceDelegate()
 
     def workspace_shapes(
         self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int, *_: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """None but the result's, [E, M_max, H]: torch's allocator has the rest."""
+        """No workspaces except the result, [E, M_max, H]: pretuned allocates the rest by torch."""
         if self.max_num_tokens is None or self.num_dispatchers is None:
             raise AssertionError("experts of padded tokens without their number")
         return (0,), (0,), (local_num_experts, self.max_num_tokens * self.num_dispatchers, K)
@@ -440,9 +440,9 @@ class PretunedBatchedExperts(PretunedExperts):
         expert_tokens_meta: Any = None,
         **_: Any,
     ) -> None:
-        """output [E, M_max, H] = the experts on hidden_states, of each the tokens that ``expert_tokens_meta`` counts.
+        """output [E, M_max, H] = the experts on hidden_states [E, M_max, H]; ``expert_tokens_meta`` has the counts.
 
-        ``topk_ids`` are those of this rank's own tokens: of as many from each rank this one's experts get their part.
+        ``topk_ids`` has the ids of this rank's own tokens. Its size gives the expected rows, if each rank has as many.
         """
         (gate_up, down), act = self.weights or (w1, w2), self.act
         if act is None or expert_tokens_meta is None:
@@ -453,7 +453,7 @@ class PretunedBatchedExperts(PretunedExperts):
             hidden_states,
             gate_up,
             down,
-            expert_tokens_meta.expert_num_tokens[:E],  # some have room for the experts of all ranks
+            expert_tokens_meta.expert_num_tokens[:E],  # some all-to-alls give counts for the experts of all ranks
             act.function,
             gated=act.gated,
             interleaved=act.interleaved,

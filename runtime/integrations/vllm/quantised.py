@@ -1,4 +1,4 @@
-"""vLLM's MoE layers with quantised weights on pretuned: what is loaded, how it is prepared, and which layers it is for.
+"""vLLM's MoE layers with quantised weights on pretuned: which layers, and how their weights are loaded and prepared.
 
 The checkpoint's tensors are loaded unchanged; then each GEMM's parameters become prepared weights. Weights that are
 loaded again (``reload_weights``) are written into the first ones' memory, so captured graphs stay valid.
@@ -6,7 +6,7 @@ loaded again (``reload_weights``) are written into the first ones' memory, so ca
 If preparing the weights or the first forward fails, vLLM's own method takes the layer over, with the loaded weights in
 the checkpoint's layout.
 
-Imported inside vLLM alone, by ``__init__.py``.
+Imported only inside vLLM, by ``__init__.py``.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from .experts import (
     try_once,
 )
 
-_KERNEL_BLOCK = 64  # N and K are multiples of, where a kernel reads codes
-_WORD = 8  # codes, or zero points, of int4 in one
+_KERNEL_BLOCK = 64  # kernels for codes need N and K to be multiples of it
+_WORD = 8  # int4 codes or zero points in an int32
 _CODES = {"e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8, "int4": torch.int32}
 _SCALES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "bf16": None}
 
@@ -57,7 +57,7 @@ class Format(LoadedFormat):
     """The format of a layer's parameters, and how vLLM's loader spreads them over ranks.
 
     ``loaded_by``: vLLM's name for the split of scales, "tensor" or "channel" for fp8; others are split like codes.
-    ``unread``: name ends of tensors that are loaded but not used: x's scales, and GPTQ's g_idx, which is in order.
+    ``unread``: name ends of tensors that are loaded but not used: x's scales, and GPTQ's g_idx, which is ascending.
     """
 
     loaded_by: str = "group"
@@ -80,7 +80,7 @@ class Format(LoadedFormat):
 
     @property
     def per_word(self) -> int:
-        """Weights in one code of the parameters."""
+        """The number of weights in one element of the codes' parameter."""
         bits = PRECISIONS[self.name].w.bits
         return 1 if bits == 8 else _WORD if self.dtypes[0] is torch.int32 else 8 // bits
 
@@ -200,7 +200,7 @@ def _wna16(method: Any) -> Format | str:
     return _gptq_zeros(name, config) if how.has_zp else _k_first(name, "gptq")
 
 
-# By the name of vLLM's class for such a layer, in 0.20 or later.
+# By the class name of vLLM's method for such a layer, in 0.20 or later.
 _FORMATS: dict[str, Callable[[Any], Format | str]] = {
     "Fp8MoEMethod": _fp8,
     "CompressedTensorsW8A8Fp8MoEMethod": _fp8,
@@ -221,14 +221,14 @@ _FORMATS: dict[str, Callable[[Any], Format | str]] = {
     "AutoGPTQMoEMethod": _gptq,
     "MoeWNA16Method": _wna16,
 }
-_MASKED = "BATCHED_DEEPGEMM"  # to 1.4 x as fast on an H200, given codes (benchmarks/results/padded-rows-h200.json)
-_INTERLEAVED = "GptOssMxfp4MoEMethod"  # alone has swigluoai's gate and up in alternating rows of its checkpoint
+_MASKED = "BATCHED_DEEPGEMM"  # up to 1.4x as fast on an H200, for x in codes (benchmarks/results/padded-rows-h200.json)
+_INTERLEAVED = "GptOssMxfp4MoEMethod"  # only its checkpoints have swigluoai's gate and up in alternating rows
 
 
 def take(own: Any, layer: Any, *, everywhere: bool) -> Any:
     """Pretuned's method for a layer, or vLLM's ``own`` if pretuned can't run the layer; the reason is logged once.
 
-    ``everywhere`` is that of ``experts.take``.
+    ``everywhere`` is as in ``experts.take``.
     """
     read = _FORMATS.get(type(own).__name__)
     if read is None:
@@ -247,14 +247,14 @@ def take(own: Any, layer: Any, *, everywhere: bool) -> Any:
 
 
 def refusal(own: Any, act: RowActivation | str, format: Format, *, everywhere: bool) -> str | None:
-    """Why a layer with this activation and these weights is none of pretuned's; None if it is."""
+    """Why pretuned does not run a layer with this activation and these weights; None if it does."""
     moe = own.moe
     H, I = moe.hidden_dim, moe.intermediate_size_per_partition  # noqa: E741
     rows, group = format.rows
     wanted = max(_KERNEL_BLOCK, group)
     if H % wanted:
         return f"the hidden size, {H}, is no multiple of {wanted}"
-    # Widths of whole groups are padded. Only gpt-oss's loader splits others by whole groups.
+    # Any I of whole groups can be padded. If I has other sizes, only gpt-oss's loader splits it by whole groups.
     by_groups = type(own).__name__ == _INTERLEAVED
     if I % max(rows, group) and not by_groups:
         return f"the intermediate size of a rank, {I}, is no multiple of {max(rows, group)}"
@@ -280,36 +280,36 @@ def _backend(own: Any) -> str:
 
 
 class PretunedQuantisedExperts(PretunedExperts):
-    """Pretuned's experts of weights that the method hands over once they are loaded."""
+    """pretuned's experts with quantised weights, which the method sets once they are loaded."""
 
     def _load(self, moe_config: Any) -> None:
-        """Kernels are loaded with the weights, whose dtype says which."""
+        """Do nothing: kernels are loaded with the weights, as they depend on the weights' dtype."""
 
 
 class PretunedQuantisedBatchedExperts(PretunedBatchedExperts):
     """pretuned's experts with quantised weights, for tokens that an all-to-all groups by expert."""
 
     def _load(self, moe_config: Any) -> None:
-        """Kernels are loaded with the weights, whose dtype says which."""
+        """Do nothing: kernels are loaded with the weights, as they depend on the weights' dtype."""
 
 
 class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """A layer's tensors and their kernel, in place of ``own``: vLLM's method for such a layer."""
+    """pretuned's method for a layer with quantised weights, in place of ``own``, vLLM's method for the layer."""
 
     def __init__(self, moe: Any, format: Format, act: RowActivation, own: Any = None) -> None:
         super().__init__(moe)
         self.format, self.act, self.own = format, act, own
         self._passed_over: list[tuple[str, torch.Tensor, tuple[Any, ...], dict[str, Any]]] = []
-        self._by_groups = type(own).__name__ == _INTERLEAVED  # its loader gives each rank whole groups of I
-        self.moe_kernel: Any = None  # until weights were loaded
+        self._by_groups = type(own).__name__ == _INTERLEAVED  # vLLM's loader gives each rank whole groups of I
+        self.moe_kernel: Any = None  # None until weights are loaded
         self._created: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # the arguments of ``create_weights``
-        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None  # for code that reads sizes
+        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None  # for vLLM, which reads E and N
         self._loaded: dict[str, torch.Tensor] = {}  # loaded tensors to give back on failure
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
     ) -> tuple[int, int]:
-        """The sizes (H, I) of a rank's parameters. For gpt-oss I is in whole groups of 32, as its loader splits it."""
+        """The sizes (H, I) of a rank's parameters. For gpt-oss I is a multiple of 32: its loader splits I by groups."""
         H, I = super().maybe_roundup_sizes(  # noqa: E741
             hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
         )
@@ -317,7 +317,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     @property
     def is_monolithic(self) -> bool:
-        """The router is vLLM's."""
+        """False: the router is vLLM's."""
         return False
 
     def create_weights(
@@ -329,7 +329,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **attributes: Any,
     ) -> None:
-        """Empty parameters of the checkpoint's shapes, as this rank has them."""
+        """Create empty parameters with the shapes of this rank's part of the checkpoint's tensors."""
         E, H, I, format = num_experts, hidden_size, intermediate_size_per_partition, self.format  # noqa: E741
         self._created = {"num_experts": E, "params_dtype": params_dtype}, dict(attributes)
         layer.num_experts, layer.orig_dtype, layer.params_dtype = E, params_dtype, params_dtype
@@ -360,11 +360,11 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
                     torch.empty(0, dtype=torch.float32),
                     of_tensor | {"weight_loader": self._passing_over(name)},
                 )
-            if self.moe.has_bias or format.packing == "gptq":  # whose checkpoints may have more biases than the model
+            if self.moe.has_bias or format.packing == "gptq":  # GPTQ checkpoints may have biases that the model lacks
                 _parameter(layer, f"{which}_bias", torch.zeros(E, N, dtype=self.moe.in_dtype), attributes)
 
     def _passing_over(self, name: str) -> Callable[..., bool]:
-        """A loader of what pretuned does not read: it is kept until vLLM can't take the layer back."""
+        """A loader for a tensor that pretuned does not read: it is kept as long as vLLM may take the layer back."""
 
         def loader(param: Any, loaded_weight: torch.Tensor, *arguments: Any, **named: Any) -> bool:
             if self.own is not None:
@@ -381,7 +381,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         Raises
         ------
         InputError
-            if weights that were loaded later suit no kernel, or have another layout than the first.
+            if reloaded weights suit no kernel, or have another layout than the first.
         """
         is_first = self.moe_kernel is None and self.own is not None
         if not is_first:
@@ -417,12 +417,12 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         load_kernels(layer_of(self.moe, self.act, self.format.dtype))
 
     def _write_again(self, layer: Any, first: tuple[ExpertWeights, ...]) -> None:
-        """Write weights that were loaded again over the first: a captured graph reads them there.
+        """Write reloaded weights into the first weights' memory, where captured graphs read them.
 
         Raises
         ------
         InputError
-            for weights that the first's layout has no room for; nothing was written then.
+            for weights that the first weights' layout can't represent; then nothing was written.
         """
         pairs = []
         for which, old in zip(("w13", "w2"), first, strict=True):
@@ -457,9 +457,9 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 _copy(loaded[name], own_parameter, halves if name.startswith("w13_") else 1)
         moe.hidden_dim, moe.intermediate_size_per_partition = H, I
         for name, size in (("hidden_size", H), ("intermediate_size_per_partition", I)):
-            if name in vars(layer):  # older layers have a property that reads ``moe``
+            if name in vars(layer):  # in older layers these are properties that read ``moe``
                 setattr(layer, name, size)
-        layer._replace_quant_method(own)  # which vLLM's loader asks
+        layer._replace_quant_method(own)  # vLLM's loader reads it from the layer
         for name, scale, arguments, named in self._passed_over:
             parameter = getattr(layer, name, None)
             if parameter is not None:
@@ -481,7 +481,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return {end: getattr(layer, f"{which}_{end}").data for end in self.format.ends}
 
     def _replace(self, layer: Any, which: str, weights: ExpertWeights) -> None:
-        """Have the layer's parameters be the tensors of prepared weights."""
+        """Set the layer's parameters to the tensors of prepared weights."""
         for end, tensor in self.format.tensors_of(weights).items():
             name = f"{which}_{end}"
             if self.format.is_copied or tensor.shape != getattr(layer, name).shape:
@@ -499,7 +499,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return _own_width(moe, self.format) if self._by_groups else int(moe.intermediate_size_per_partition)
 
     def _padded(self, layer: Any, which: str, loaded: dict[str, torch.Tensor]) -> ExpertWeights:
-        """The weights of one product, padded; the layer's parameters are padded with them, to hold one copy only."""
+        """The padded weights of one product. If possible, the layer's parameters then share their memory."""
         own, width, is_down = self._own_width, self._width, which == "w2"
         if own == width:
             return self.format.weights(*loaded.values())
@@ -515,14 +515,14 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return padded
 
     def _pad_bias(self, layer: Any) -> None:
-        """Pad gate_up's bias as its weights."""
+        """Pad gate_up's bias as gate_up's weights are padded."""
         own, width, bias = self._own_width, self._width, getattr(layer, "w13_bias", None)
         if bias is None or own == width:
             return
         bias.data = pad_bias(bias.data, own, width, self.act)
 
     def _restore(self, loaded: dict[str, torch.Tensor], which: str) -> None:
-        """Have a product's tensors in the checkpoint's layout again, if they were prepared."""
+        """Replace a product's prepared tensors in ``loaded`` by tensors in the checkpoint's layout."""
         codes, scale = (f"{which}_{end}" for end in self.format.ends[:2])
         if not self.format.is_copied and loaded[codes].dim() > 3:
             format = self.format
@@ -530,16 +530,16 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
             loaded[codes], loaded[scale] = plain.codes.view(format.dtypes[0]), plain.scale
         for name in (f"{which}_{end}" for end in self.format.lost):
             raw = self._loaded.get(name, loaded[name])
-            loaded[name] = raw.mT if self.format.K_first else raw  # K comes first in vLLM's, too: see ``_copy``
+            loaded[name] = raw.mT if self.format.K_first else raw  # vLLM's parameter has K first, too: see ``_copy``
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
-        """Tokens come as they are; the experts have the weights."""
+        """The config of unquantised tokens: the experts have the quantised weights themselves."""
         return biased_moe_quant_config(getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None))
 
     def apply(
         self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **shared: Any
     ) -> torch.Tensor:
-        """The routed experts' part of a layer; ``shared`` is what a vLLM hands on for the shared experts."""
+        """Run the layer's routed experts. ``shared`` has vLLM's arguments for shared experts, if any."""
         out: torch.Tensor = self.moe_kernel.apply(
             x,
             *(self._rows or ()),
@@ -555,7 +555,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
 
 def _share(width: int, format: Format) -> int:
-    """The part of a rank, ``width`` of I, in whole groups that have a scale."""
+    """A rank's columns of I, ``width``, rounded up to whole scale groups."""
     group = format.rows[1]
     return -(-width // group) * group
 
@@ -563,7 +563,7 @@ def _share(width: int, format: Format) -> int:
 def _own_width(moe: Any, format: Format) -> int:
     """This rank's columns of I, split by whole scale groups; the last rank may have fewer."""
     parallel, width = moe.moe_parallel_config, moe.intermediate_size_per_partition_unpadded
-    whole: int = getattr(moe, "intermediate_size", width * parallel.tp_size)  # older vLLM has the rank's alone
+    whole: int = getattr(moe, "intermediate_size", width * parallel.tp_size)  # older vLLM has only the rank's size
     share = _share(width, format)
     own: int = max(0, min(share, whole - share * parallel.tp_rank))
     return own
@@ -576,7 +576,7 @@ def _parameter(layer: Any, name: str, data: torch.Tensor, attributes: dict[str, 
 
 
 def _scale_loader(load: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's loader, given the bytes of e8m0 scales: copied from that dtype their values would become integers."""
+    """vLLM's loader, which gets the bytes of e8m0 scales: a copy from e8m0 would convert the values to integers."""
 
     @functools.wraps(load)
     def loader(param: Any, loaded_weight: torch.Tensor, *arguments: Any, **named: Any) -> Any:
@@ -590,8 +590,8 @@ def _scale_loader(load: Callable[..., Any]) -> Callable[..., Any]:
 def _copy(loaded: torch.Tensor, parameter: torch.Tensor, halves: int) -> None:
     """Copy one of a checkpoint's tensors to vLLM's parameter, whose padding may differ, and which may have K before N.
 
-    The rows of ``loaded`` [E, N, ...] are ``halves`` parts, each of which is padded by itself. What the parameter has
-    no room for is padding.
+    The rows of ``loaded`` [E, N, ...] are ``halves`` parts, each padded by itself. Elements outside the parameter's
+    shape are padding, and are dropped.
     """
     is_turned = getattr(parameter, "is_transposed", False) and loaded.dim() == 3
     to = parameter.data.mT if is_turned else parameter.data
@@ -605,7 +605,7 @@ def _copy(loaded: torch.Tensor, parameter: torch.Tensor, halves: int) -> None:
 
 
 def _kernel(method: PretunedQuantisedMethod, layer: Any) -> Any:
-    """vLLM's modular kernel with pretuned's experts: of vLLM 0.20, and later, where a layer has no shared experts."""
+    """vLLM's modular kernel with pretuned's experts. It takes shared experts as an argument in older versions only."""
     tables = getattr(layer, "_expert_routing_tables", None) or layer._maybe_init_expert_routing_tables
     takes = inspect.signature(make_unquantized_moe_kernel).parameters
     return make_unquantized_moe_kernel(
