@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 
-TYPE_CHECKING = False  # type checkers treat it as typing's, whose import would take longer than all others here
+TYPE_CHECKING = False  # type checkers read it as typing.TYPE_CHECKING; importing typing takes too long
 
 if TYPE_CHECKING:
     from ..kernels.activations import Activation

@@ -1,4 +1,4 @@
-"""``python -m pretuned.runtime [--vllm | --sglang | --self-test | --batch-invariance] [--json]``: what runs here."""
+"""``python -m pretuned.runtime [--vllm | --sglang | --self-test | --batch-invariance] [--json]``: report on this machine."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def within(invariance: Any) -> Iterator[None]:
 
 
 def said() -> Any:
-    """The batch-invariant mode of the enclosing ``within`` block; ``UNSAID`` means that of ``settings.invariance``."""
+    """The batch-invariant mode of the enclosing ``within`` block; ``UNSAID`` if ``settings.invariance`` counts."""
     return _mode.get()
 
 

@@ -263,7 +263,7 @@ def examine(device: int | None = None, *, progress: Callable[[str], None] | None
     Raises
     ------
     HostError
-        where there is none.
+        if there is no GPU.
     """
     began = time.perf_counter()
     if not torch.cuda.is_available():

@@ -10,7 +10,7 @@ from ..ops.routing import Routing, sort
 
 
 def sort_routing(topk_ids: torch.Tensor, E: int) -> Routing:
-    """Sort the (token, slot) pairs by expert, stably. Nothing is read on the host, so it can be captured.
+    """Sort the (token, slot) pairs by expert, stably. Nothing is read on the host, so a CUDA graph can capture it.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ def sort_routing(topk_ids: torch.Tensor, E: int) -> Routing:
     Raises
     ------
     InputError
-        for ids that are no integer tensor, or another E.
+        if ``topk_ids`` is not an integer tensor [T, k], or E is out of range.
     """
     if not isinstance(E, (int, torch.SymInt)) or isinstance(E, bool) or not 1 <= E <= MAX_EXPERTS:
         tensors.bad("E", repr(E), f"the number of experts, an int of 1 to {MAX_EXPERTS}", "sort_routing")

@@ -577,7 +577,7 @@ class Rows:
         """
         pinned = self.pin is not None and isinstance(
             self.w, torch.Tensor
-        )  # quantised w: no kernel for prepared weights gathers
+        )  # with quantised w a pin does not prevent it: no kernel gathers on load
         if not self.gather_divisor or pinned or not aligned or not self.x.shape[0]:
             return False
         return not self.spares_rows and row_stride(self.x, self.x.shape[1]) == self.x.shape[1]

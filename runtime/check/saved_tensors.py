@@ -128,7 +128,7 @@ class Saved(NamedTuple):
         return tensor if rows_usable(tensor) else tensor.contiguous()
 
     def weights(self, name: str, tensor: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
-        """Experts' matrices, checked like ``whole``; rows and matrices may be apart."""
+        """Return experts' matrices, checked like ``whole``; rows and matrices may be strided."""
         tensor = self._checked(name, tensor, shape, ())
         return tensor if tensor.shape[2] <= 1 or tensor.stride(2) == 1 else tensor.contiguous()
 

@@ -137,7 +137,7 @@ def is_traced(x: torch.Tensor, *others: torch.Tensor | ExpertWeights | None) -> 
         return True
     if (
         not others[1:] and type(x) is torch.Tensor and type(others[0]) in PLAIN
-    ):  # fast path of a plain call: half the time
+    ):  # fast path of a plain call, which takes half the time
         return x.is_meta
     return any(
         isinstance(tensor, torch.Tensor) and (type(tensor) not in PLAIN or tensor.is_meta) for tensor in (x, *others)
@@ -191,7 +191,7 @@ def check_apart(out: torch.Tensor, call: str = "grouped_gemm", /, **read: torch.
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """The bytes from a tensor's first to its last."""
+    """The size in bytes of the memory from a tensor's first element to the end of its last."""
     if not tensor.numel():
         return 0
     last = sum((many - 1) * stride for many, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -115,7 +115,7 @@ class Neighbourhood:
         Rejected
             if a bundle's records are damaged; the bundle is then dropped from all views.
         """
-        self.view = view  # this object's key is the view's identity
+        self.view = view  # keeps the view alive: its id is this object's key in the cache
         self._snapshot, self._local = snapshot, local
         self.sources: frozenset[bytes] = frozenset()  # digests of the bundles with measured choices
         self._numbers: dict[

@@ -112,7 +112,7 @@ def nearest(
 def find(
     snapshot: Snapshot, pin: Config | Choice, problem: Problem, local: LocalGpu, *, aligned: bool
 ) -> tuple[Usable, int]:
-    """The first usable bundle that has the variant, and its index there; InputError as for ``kernel``."""
+    """The first usable bundle with the pinned variant, and the variant's index there; InputError if there is none."""
     from ...artifacts.records import Choice
 
     there = list(_configs(snapshot, problem, local, aligned))

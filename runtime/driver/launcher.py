@@ -331,7 +331,7 @@ class Launcher:
         self._pick, self._numbers = _picks(*self.operands), _picks(*numbers)
 
     def bind(self, **how: Any) -> Run:
-        """A cached function (M, stream, *addresses) that launches calls with these numbers; addresses of ``operands``.
+        """A cached function (M, stream, *addresses) that launches the kernel on the addresses of ``operands``.
 
         ``how`` has the kernel's numbers by name, and these options. ``behind`` has (operand, bytes, bytes for each
         row): the operand begins that far past its address. ``per``: the sorted rows for each row of a row kernel's

@@ -92,7 +92,7 @@ def examine_engine(engine: str) -> EngineReport:
         here, _ = gpus_and_driver()
     except PretunedError as error:
         here = ()
-        if not everywhere:  # an engine on the CPU
+        if not everywhere:  # ``everywhere`` also runs an engine on the CPU
             problems.append(printable(str(error)))
     models = tuple((str(local), measured_models(local)) for local in here)
     if not here and not everywhere:

@@ -279,7 +279,7 @@ def of_codes(
 
 
 def _cell(snapshot: Snapshot, ran: Candidate, problem: Problem) -> rule.Cell:
-    """The choice that names a candidate."""
+    """The choice that names the candidate ``ran``, in the form that the rule of ``kernels/plans.py`` reads."""
     kernels, gpus = _Kernels(snapshot, ran.usable), ran.usable.bundle.gpus
     choice = next(
         choice
@@ -511,9 +511,9 @@ def examine(
 
     The kernel is chosen for M rows; the call has ``rows``, or M if that is None.
 
-    If that is faster, a kernel with silu in its epilogue runs; else the plain product, then the activation. If that is
-    faster, a row kernel gathers the rows first. A call of one token has no such row kernel: its ``top_k`` sorted rows
-    are all the token's row.
+    A kernel with silu in its epilogue runs if it is faster than the plain product and the activation. A row kernel
+    gathers the rows first if this is faster than a gather on load. A call of one token has no such row kernel: its
+    ``top_k`` sorted rows are all the token's row.
     """
     rows = M if rows is None else rows
     if top_k is None:

@@ -76,7 +76,7 @@ class ServedLayer(NamedTuple):
 
     @property
     def width(self) -> int:
-        """I of the weights that kernels read."""
+        """I of prepared weights, with padding."""
         return padded_width(self.dtype, self.I)
 
     @property

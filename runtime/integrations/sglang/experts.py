@@ -152,7 +152,7 @@ def _not_received(runner: str, config: Any, format: Packing | None, *, everywher
     if config.apply_router_weight_on_input:
         return "the router's weights are applied to the input"
     # DeepGEMM is up to 1.4x as fast on an H200, if x arrives as codes (benchmarks/results/padded-rows-h200.json).
-    is_padded = name == _DEEPEP_V2 or get_deepep_mode().enable_low_latency()  # in some steps
+    is_padded = name == _DEEPEP_V2 or get_deepep_mode().enable_low_latency()  # at least in some steps
     if format is not None and runner == _DEEP_GEMM and is_padded and not everywhere:
         return "DeepGEMM's masked kernel is faster on tokens padded by expert"
     return None
@@ -203,7 +203,7 @@ class ActivationSettings(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> ActivationSettings:
-        """Read a config's settings, anew for each use: a model may set its limit after making a layer (GigaChat-3.5)."""
+        """Read a config's settings, anew for each use: a model may set its limit after making layers (GigaChat-3.5)."""
         return cls(
             config.activation,
             bool(config.is_gated),
@@ -273,7 +273,7 @@ def _read_by(runner: str, layer: Any, config: Any) -> str | None:
 
 
 def layer_of(config: Any, dtype: DType | None = None) -> ServedLayer:
-    """Return this rank's part of a layer with weights of ``dtype``; None: the tokens' dtype."""
+    """Return this rank's part of a layer with weights of ``dtype``; None means the tokens' dtype."""
     act = activation_of(config)
     if isinstance(act, str):
         raise InputError(f"pretuned: {act}")
@@ -412,7 +412,7 @@ class PretunedRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
 
 
 def _second_result(y: torch.Tensor, weights: torch.Tensor | None) -> Any:
-    """The input of DeepEP v2's combine step; imported here, as older versions of SGLang lack it."""
+    """The input of DeepEP v2's combine step. Its class is imported here, as older versions of SGLang lack it."""
     from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import DeepEPv2CombineInput
 
     return DeepEPv2CombineInput(y, weights)

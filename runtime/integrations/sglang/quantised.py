@@ -164,7 +164,7 @@ class Experts:
         self._unprepare(layer)
 
     def _unprepare(self, layer: Any) -> None:
-        if not self._sizes:  # nothing was done yet
+        if not self._sizes:  # nothing was prepared yet
             return
         for i, which in enumerate(_WHICH):
             names = [f"{which}_{end}" for end in self.format.ends[:2] if f"{which}_{end}" in self._raw]

@@ -47,7 +47,8 @@ from .quantised import refresh as refresh
 from .quantised import restore as restore
 from .usage import watch_models
 
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # of all ranks
+# A config's names for the number of experts of all ranks.
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CALLED = "_pretuned_called"  # attribute of a module after its first call
 
 _Adapters: TypeAlias = tuple[Lora | None, Lora | None]
@@ -245,7 +246,8 @@ def experts_forward(
     InputError
         for weights in an unsupported quantised format, or split over ranks other than by whole experts.
     """
-    gated, normed = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # in newer ones
+    # Older modules lack these attributes.
+    gated, normed = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)
     compiling = torch.compiler.is_compiling()
     sliced = not compiling and _transformed()
     first_name = "gate_up_proj" if gated else "up_proj"

@@ -104,7 +104,7 @@ class KernelConfigBackward_dW(KernelConfig):  # noqa: N801, the documented name
     use_tma_load_x: bool = False
 
 
-_ELSEWHERE = {"debug", "use_tma_load_w", "use_tma_load_x", "use_tma_load_dy"}  # accepted by all three calls
+_ELSEWHERE = {"debug", "use_tma_load_w", "use_tma_load_x", "use_tma_load_dy"}  # accepted by forward, dX and dW
 
 _AnyConfig: TypeAlias = "KernelConfig | KernelPair | Preference | Config | None"
 

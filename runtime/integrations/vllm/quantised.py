@@ -208,11 +208,11 @@ _FORMATS: dict[str, Callable[[Any], Format | str]] = {
     "GptOssMxfp4MoEMethod": _mxfp4("weight"),
     "Mxfp4MoEMethod": _mxfp4("weight"),
     "CompressedTensorsW4A4Mxfp4MoEMethod": _mxfp4("weight_packed"),
-    "CompressedTensorsW4A8Mxfp4MoEMethod": _mxfp4("weight_packed"),  # tokens stay as they come
-    "CompressedTensorsW8A8Mxfp8MoEMethod": _mxfp8,  # tokens stay as they come
+    "CompressedTensorsW4A8Mxfp4MoEMethod": _mxfp4("weight_packed"),  # tokens are not quantised
+    "CompressedTensorsW8A8Mxfp8MoEMethod": _mxfp8,  # tokens are not quantised
     "ModelOptMxFp8FusedMoE": _mxfp8,
-    "INCMxfp4MoEMethod": _mxfp4("weight_packed"),  # tokens stay as they come
-    "INCMxfp8MoEMethod": _mxfp8,  # tokens stay as they come
+    "INCMxfp4MoEMethod": _mxfp4("weight_packed"),  # tokens are not quantised
+    "INCMxfp8MoEMethod": _mxfp8,  # tokens are not quantised
     "CompressedTensorsW4A4Nvfp4MoEMethod": _nvfp4("weight_packed", "weight_global_scale", "input_global_scale"),
     "ModelOptNvFp4FusedMoE": _nvfp4("weight", "weight_scale_2", "input_scale"),
     "CompressedTensorsWNA16MoEMethod": _int4,
@@ -254,7 +254,7 @@ def refusal(own: Any, act: RowActivation | str, format: Format, *, everywhere: b
     wanted = max(_KERNEL_BLOCK, group)
     if H % wanted:
         return f"the hidden size, {H}, is no multiple of {wanted}"
-    # Any I of whole groups can be padded. If I has other sizes, only gpt-oss's loader splits it by whole groups.
+    # I is padded if it is a multiple of the group size. For any other I, only gpt-oss's loader splits by whole groups.
     by_groups = type(own).__name__ == _INTERLEAVED
     if I % max(rows, group) and not by_groups:
         return f"the intermediate size of a rank, {I}, is no multiple of {max(rows, group)}"
