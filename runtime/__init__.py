@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .ops.low_rank import Lora
     from .weights.quantized_rows import QuantizedRows
 
-# name -> module; no name equals a module's, because importing that module would replace it.
+# Public name -> module. No public name may be a submodule's name: importing the submodule would replace it.
 _PUBLIC = {
     "Activation": ".kernels.activations",
     "ExpertWeights": "api.expert_weights",

@@ -53,7 +53,7 @@ at_fork(_locks.clear)
 class Invariance(NamedTuple):
     """The batch-invariant mode: all calls of a problem run variants that sum in one order, whatever their rows.
 
-    For fp8 weights whose checkpoint asks for quantised x, every product quantises x with ``quantize_x``, else none.
+    For fp8 weights whose checkpoint asks for quantised x, ``quantize_x`` says whether all products or none quantise x.
     """
 
     quantize_x: bool = False

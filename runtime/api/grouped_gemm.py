@@ -537,7 +537,7 @@ def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
         from ..launch.quantised import problems_of  # imported here: only tuning asks
 
         return problems_of(call.w, x, forward, code_of(Op.DX, dx))
-    swapped = form.layout is Layout.KN  # dw.T: dy and x change places
+    swapped = form.layout is Layout.KN  # then the kernel computes dw.T: dy and x change places
     return (
         Problem(Op.FORWARD, dtype, E, N, K, form.layout, code_of(Op.FORWARD, forward)),
         Problem(Op.DX, dtype, E, N, K, form.layout, code_of(Op.DX, dx)),

@@ -128,7 +128,7 @@ class LayerPlan(Programs):
         out: torch.Tensor | None = None,
         adapters: Adapters = NO_ADAPTERS,
     ) -> bool:
-        """True if the plan serves a call on these tensors: only their number of rows may differ from the recorded call's."""
+        """True if the plan serves a call on these tensors, which may differ from the recorded call's in M alone."""
         inputs: Any = (hidden, ids, weights, *(parameters if self._dense else _operands(parameters)))
         some = self._there(inputs if adapters is NO_ADAPTERS else inputs + _low(adapters))
         biases = some[self._behind :]

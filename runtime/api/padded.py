@@ -197,7 +197,7 @@ def checked_codes(
     m_starts: torch.Tensor | None,
     *others: torch.Tensor | ExpertWeights | None,
 ) -> QuantizedRows:
-    """``quantized_rows.checked`` of padded rows; InputError for a call that torch traces, or a gradient.
+    """Check padded rows with ``quantized_rows.checked``; InputError also if torch traces the call, or for a gradient.
 
     ``others`` are the call's other tensors.
     """

@@ -276,7 +276,7 @@ def _lora_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, t
 
 def _lora_gradients(ctx: Any, dy: torch.Tensor, _du: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     asked = ctx.needs_input_grad
-    at = 1 + _LOW + _W + 2  # topk_weights, after m_sizes and gather_indices
+    at = 1 + _LOW + _W + 2  # index of topk_weights, after m_sizes and gather_indices
     needs = [*wanted((asked[0], asked[1 + _LOW], False, asked[at], asked[at + 1]), Form()), asked[1] or asked[2]]
     names = (
         "x x@lora.A.T lora.A lora.B w codes scale zero global_scale derived m_sizes gather_indices topk_weights bias"

@@ -449,9 +449,9 @@ class Starts(NamedTuple):
 
 
 class TransposedWeights(NamedTuple):
-    """w of a backward in fp8: ``weights(executor)`` are E matrices [K, N], so dx = dy @ w is a forward of quantised dy.
+    """The weights of a backward in fp8. ``weights(executor)`` returns E matrices [K, N].
 
-    ``dtype`` is dw's.
+    dx = dy @ w is then a forward on quantised dy. ``dtype`` is the dtype of dw.
     """
 
     weights: Callable[[Any], ExpertWeights]
@@ -577,7 +577,7 @@ class Rows:
         """
         pinned = self.pin is not None and isinstance(
             self.w, torch.Tensor
-        )  # with quantised w a pin does not prevent it: no kernel gathers on load
+        )  # a pin on quantised w still allows a gather first: its kernels can't gather on load
         if not self.gather_divisor or pinned or not aligned or not self.x.shape[0]:
             return False
         return not self.spares_rows and row_stride(self.x, self.x.shape[1]) == self.x.shape[1]

@@ -64,7 +64,7 @@ class Frozen(NamedTuple):
         return cls(w, _writes(w))
 
     def unchanged(self) -> ExpertWeights:
-        """Return the weights.
+        """Return the weights, which must not have been written since the forward.
 
         Raises
         ------

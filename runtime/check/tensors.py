@@ -269,7 +269,7 @@ def check_dtype(name: str, tensor: torch.Tensor, call: str) -> None:
 def rows_usable(tensor: torch.Tensor) -> bool:
     """True if rows are contiguous and don't overlap; the stride of a dimension of size 1 does not count."""
     rows, length = tensor.shape
-    # Rows come last, because a traced tensor's number of rows may be unknown.
+    # Compare the number of rows last: it may be unknown in a traced tensor.
     return (length <= 1 or tensor.stride(1) == 1) and (tensor.stride(0) >= length or rows <= 1)
 
 

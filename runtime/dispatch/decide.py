@@ -763,7 +763,7 @@ def why_not(variant: Variant, problem: Problem, local: LocalGpu, *, aligned: boo
 
 
 def _ranked(snapshot: Snapshot, problem: Problem, local: LocalGpu, view: View, aligned: bool) -> _Ranked:
-    """The variants that can run small problems of this kind, and a ranker of them, kept by the snapshot."""
+    """The variants that can run small problems of this kind, and a ranker of them; cached by the snapshot."""
     key = (id(view), problem.op, problem.dtype, problem.layout, problem.fusion, aligned, local)
     cached: _Ranked | None = snapshot.rankers.get(key)
     if cached is None:

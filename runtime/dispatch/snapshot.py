@@ -306,7 +306,7 @@ class Snapshot:
 
     def _tell(self, skipped: Iterable[Skipped]) -> None:
         for entry in skipped:
-            topic = entry.path, entry.reason  # (errors differ: each view makes its own)
+            topic = entry.path, entry.reason  # not the error: each view makes a new one
             if topic not in self.logged:
                 self.logged.add(topic)
                 # A bundle for another capability is ordinary; other reasons are warnings.

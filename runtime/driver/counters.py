@@ -32,7 +32,7 @@ class Counters:
         Raises
         ------
         CudaError
-            where the driver refuses.
+            if the driver refuses new memory.
         """
         if torch.cuda.is_current_stream_capturing():
             return self._new()

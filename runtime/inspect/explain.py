@@ -574,7 +574,7 @@ def examine(
             why = reason(candidates[0], problem, bucket, local) if candidates else miss_reason(problem, local, view)
             why += _passed_over(candidates, local)
             build = None if candidates or not local.sm else build_line(problem, bucket, local.sm, view)
-            if not candidates and local.sm and build is None:  # then no command would help
+            if not candidates and local.sm and build is None:  # no command can build the problem
                 why = f"{why}. {remedy(problem, bucket, local.sm, view)}"
             compiles = not candidates and compiled.would_compile(problem, local)
             ruled_rows = _gathered_first(snapshot, problem, M, local, aligned, top_k)

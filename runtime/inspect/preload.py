@@ -360,7 +360,7 @@ def records_of(names: Sequence[str], view: View, weights: str | None = None) -> 
 
 
 def turned(problems: Sequence[Problem], layout: Layout | None) -> Iterator[Problem]:
-    """The problems, with w in this layout unless it is None.
+    """Yield the problems with w in ``layout``; if that is None, yield them unchanged.
 
     dW with w in the other layout has N and K exchanged. Which dW belong to ``layout`` follows from the sizes of the
     forwards and dX; without any of these, dW is yielded in both orders.

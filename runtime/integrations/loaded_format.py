@@ -32,14 +32,14 @@ class LoadedFormat:
         scales.
     packing
         ``""``: rows of codes, as ``ExpertWeights`` has them, and zero points as compressed-tensors packs them, eight in
-        a word along N. ``bytes``: two in a byte along N. ``gptq`` and ``awq``: K before N; GPTQ packs codes along K,
-        AWQ along N, and both zero points along N.
+        a word along N. ``bytes``: rows of codes, and zero points two in a byte along N. ``gptq`` and ``awq``: K before
+        N; GPTQ packs codes along K, AWQ along N, and both pack zero points along N.
     divides
         Whether the global scale divides, as compressed-tensors' does.
     less_one, by_word
         How GPTQ's zero points are stored: as in ``packings.gptq``.
     note
-        What differs from what the engine computes, for the log.
+        How results differ from the engine's, for the log.
     """
 
     name: str

@@ -94,9 +94,9 @@ def loaded(process: Callable[..., Any], method: Any, layer: Any) -> Any:
 
 
 def built(create: Callable[..., Any], layer: Any, *arguments: Any, **named: Any) -> None:
-    """Run SGLang's ``DeepEPMoE.__init__``; then have the layer run its method, if pretuned runs the layer.
+    """Run SGLang's ``DeepEPMoE.__init__``; for layers that pretuned runs, set the flag by which it calls its method.
 
-    SGLang does so by itself only if the runner has DeepGEMM's name.
+    SGLang sets the flag by the name of its own runner.
     """
     create(layer, *arguments, **named)
     backend = getattr(getattr(getattr(layer, "quant_method", None), "runner", None), "runner_backend", None)

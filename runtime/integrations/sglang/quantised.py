@@ -206,7 +206,7 @@ def _scheme(method: Any, layer: Any) -> Any:
 
 
 def runs_by(method: Any, layer: Any) -> Any:
-    """The object with the ``runner`` of a layer: the method, the layer's scheme or, of GPTQ, the scheme's kernel."""
+    """The object with the ``runner`` of a layer: the method, the layer's scheme or, for GPTQ, the scheme's kernel."""
     scheme = getattr(layer, "scheme", None)
     return method if scheme is None else getattr(scheme, "kernel", scheme)
 

@@ -93,7 +93,8 @@ def quantised(experts: Any, name: str) -> ExpertWeights | None:
     if entry is not None and entry.codes() is codes and entry.scale() is scale and entry.state == state:
         _follow_scale(entry, scale)
         return entry.weights
-    with torch.inference_mode(False), torch.no_grad():  # the copy of scales is written later
+    # Not in inference mode: a copy of scales that is made here is written later.
+    with torch.inference_mode(False), torch.no_grad():
         weights = checked(_weights(codes.detach(), scale.detach(), by_matrix=_by_matrix(experts)))
     if isinstance(codes, torch.nn.Parameter):  # any other tensor is there for one call
         _keep(cached, name, codes, scale, weights)

@@ -459,7 +459,7 @@ class PretunedQuantisedMethod(FusedMoEMethodBase):  # type: ignore[misc]
         for name, size in (("hidden_size", H), ("intermediate_size_per_partition", I)):
             if name in vars(layer):  # in older layers these are properties that read ``moe``
                 setattr(layer, name, size)
-        layer._replace_quant_method(own)  # vLLM's loader reads it from the layer
+        layer._replace_quant_method(own)  # vLLM's loader reads the method from the layer
         for name, scale, arguments, named in self._passed_over:
             parameter = getattr(layer, name, None)
             if parameter is not None:
