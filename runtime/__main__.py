@@ -1,4 +1,4 @@
-"""``python -m pretuned.runtime [--vllm | --sglang | --self-test | --batch-invariance] [--json]``: reports on a machine."""
+"""``python -m pretuned.runtime [--vllm | --sglang | --self-test | --batch-invariance] [--json]``: machine reports."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _CALL = "experts_mlp"
 _tracing = torch.compiler.is_dynamo_compiling
-_written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
+_written = torch.autograd.graph.increment_version  # call it for each tensor that a launch has written
 
 
 def experts_mlp(

@@ -34,7 +34,7 @@ from .product_plan import ProductPlan, has_rows, plan, sizes_of, takes_any_rows
 _apply_layer: Callable[..., torch.Tensor] = super(torch.autograd.Function, fp8_training.Fp8Layer).apply
 _apply_gemm: Callable[..., torch.Tensor] = super(torch.autograd.Function, fp8_training.Fp8Gemm).apply
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
+_written = torch.autograd.graph.increment_version  # call it for each tensor that a launch has written
 _OF_WEIGHTS = (torch.bfloat16, torch.float32)
 
 

@@ -33,9 +33,7 @@ from .routing import check_ids
 _W: TypeAlias = "torch.Tensor | ExpertWeights"
 
 _tracing = torch.compiler.is_dynamo_compiling
-_written = (
-    torch.autograd.graph.increment_version
-)  # call it after a launch that autograd doesn't see has written a tensor
+_written = torch.autograd.graph.increment_version  # call it for each tensor that a launch has written
 
 
 def run(

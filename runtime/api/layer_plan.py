@@ -40,7 +40,7 @@ _Plan = TypeVar("_Plan", bound="LayerPlan")
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, MoeLayer).apply
 _apply_adapted: Callable[..., torch.Tensor] = super(torch.autograd.Function, AdaptedLayer).apply
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
+_written = torch.autograd.graph.increment_version  # call it for each tensor that a launch has written
 stream_of = current_stream
 
 
@@ -97,7 +97,7 @@ class LayerPlan(Programs):
                 )
             except check_tensors.UNUSABLE:
                 return None
-            # As in the recorded call.
+            # Adapters read x as [T, H], as in the recorded call.
             x = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         if not self.takes(x, parameters, ids, weights, out, adapters):
             return None

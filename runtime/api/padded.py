@@ -30,7 +30,7 @@ from .quantized_rows import refusal
 
 _CALL = "grouped_gemm"
 _tracing = torch.compiler.is_dynamo_compiling
-_written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
+_written = torch.autograd.graph.increment_version  # call it for each tensor that a launch has written
 
 
 # The arguments of ``grouped_gemm`` that padded rows exclude, with their defaults.

@@ -16,7 +16,7 @@ from ..ops.padded_rows import Placed, place
 
 # (x as [R, K], out as [R, N] or None, the experts' rows, executor) -> y
 Compute: TypeAlias = "Callable[[Any, torch.Tensor | None, Placed, EagerExecutor], torch.Tensor]"
-_written = torch.autograd.graph.increment_version  # a launch that autograd doesn't see changed this tensor
+_written = torch.autograd.graph.increment_version  # call it for each tensor that a launch has written
 _transformed = torch._C._are_functorch_transforms_active
 stream_of = current_stream
 

@@ -44,9 +44,7 @@ _Plan = TypeVar("_Plan", bound="ProductPlan")
 _Sizes: TypeAlias = "tuple[int, int, int]"  # M, the rows of x, the rows of y
 
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_written = (
-    torch.autograd.graph.increment_version
-)  # call it after a launch that autograd doesn't see has written a tensor
+_written = torch.autograd.graph.increment_version  # call it for each tensor that a launch has written
 _grad_enabled = torch.is_grad_enabled
 _casts = torch.is_autocast_enabled
 _FLOAT32 = torch.float32

@@ -47,7 +47,7 @@ _library.define(
 _WEIGHTS = "Tensor? w, str format, Tensor? codes, Tensor? w_scale, Tensor? zero, Tensor? global_scale, Tensor? derived"
 _LORA = f"Tensor A, Tensor B, float scale, {_WEIGHTS}, {_ARGUMENTS}"
 _LOW, _W = 3, 1 + _PARTS
-_ALL = _LOW + _W + _MANY  # arguments from A on, with zero_tail or needs as the last
+_ALL = _LOW + _W + _MANY  # number of arguments from A to zero_tail, or of a gradient's to needs
 
 _library.define(f"grouped_gemm_lora(Tensor x, {_LORA}, bool zero_tail, {_EXPECTED}) -> (Tensor, Tensor)")
 _library.define(

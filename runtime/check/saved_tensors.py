@@ -107,7 +107,7 @@ class Saved(NamedTuple):
         name
             Its name in error messages.
         shape
-            The shape that the forward saved; -1 stands for any size.
+            The shape that the forward saved; -1 means any size.
         dtypes
             The dtypes that the forward may have saved; empty: the call's dtype.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: DType.FP32}
 _LAYOUTS = {"nk": Layout.NK, "kn": Layout.KN}
 _MOST = 2**31 - 1
-# Errors of an unusable tensor in unchecked code: the checks then report it.
+# The errors that unchecked code raises for an unusable tensor; the checks report it afterwards.
 UNUSABLE = (AttributeError, TypeError, ValueError, IndexError, RuntimeError)
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types that wrap no other tensor
 

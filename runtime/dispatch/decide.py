@@ -188,7 +188,8 @@ def decide(
             decided = _compiled(snapshot, decided, local, strict)
         with lock("decisions"):
             cached = snapshot.decisions.setdefault(key, decided)
-        if cached is decided and not (persistent and isinstance(decided, Miss)):  # then any variant
+        # A persistent miss is not logged: a variant with a program for each tile then runs.
+        if cached is decided and not (persistent and isinstance(decided, Miss)):
             _tell(snapshot, decided, local)
     return cached
 
@@ -622,7 +623,7 @@ class _RankedChoices(NamedTuple):
         def rank(place: tuple[Origin, int]) -> tuple[int, ...]:
             origin, other = place
             steps = abs(other.bit_length() - bucket.bit_length())
-            # Of two equally near buckets the larger: its tiles lose less on few rows than small ones on many.
+            # Of two equally near buckets, take the larger: large tiles lose less on few rows than small tiles on many.
             return origin >= Origin.COMPATIBLE, steps if steps > _NEAR else 0, origin, steps, -other
 
         places = ((origin, other) for origin, by_bucket in self.by_origin.items() for other in by_bucket)

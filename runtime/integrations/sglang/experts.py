@@ -51,7 +51,8 @@ _ALL_TO_ALLS: dict[str, tuple[str | None, ...]] = {
     "nixl": ("fp8_block",),
 }
 _UNQUANTISED = "UnquantizedFusedMoEMethod"
-_GATED, _UNGATED = ("silu", "gelu", "gelu_tanh", "situ"), ("silu", "gelu", "relu2")  # by SGLang's Triton runner
+# The activations of SGLang's Triton runner, with and without a gate.
+_GATED, _UNGATED = ("silu", "gelu", "gelu_tanh", "situ"), ("silu", "gelu", "relu2")
 _SITU_BETA = 4.0  # if gemm1_alpha is None, as in SGLang's Triton runner
 _TOKENS = 8192  # most tokens of a step, if SGLang's settings do not say
 

@@ -143,7 +143,7 @@ def _is_own_module(module: Any) -> bool:
 
 
 def _of_softcaps(act: Any) -> Activation | None:
-    """softcap(gate) * sigmoid(gate) * softcap(up), of two modules that have a softcap each."""
+    """softcap(gate) * sigmoid(gate) * softcap(up), if ``act`` has a recognised softcap module for each; else None."""
     caps = [getattr(act, name, None) for name in ("gate_softcap", "up_softcap")]
     if not all(_is_own_module(cap) and _CLASSES[_place(cap)][0] == _SOFTCAP for cap in caps):
         return None

@@ -172,7 +172,7 @@ def _keep(cached: _Known, name: str, codes: torch.Tensor, scale: torch.Tensor, w
 
 
 def _follow_scale(entry: _KnownWeights, scale: torch.Tensor) -> None:
-    """Copy scales again if they were written since, for weights that have a copy of them in another dtype."""
+    """Copy a parameter's scales again, if they were written since and the cached weights have a copy of them."""
     version = version_of(scale)
     if entry.version[0] != version:
         if scale.data_ptr() != entry.weights.scale.data_ptr():
