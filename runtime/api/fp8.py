@@ -286,7 +286,7 @@ class Fp8ProductPlan(ProductPlan):
         needs: tuple[bool, bool, bool, bool],
         sizes: tuple[int, int, int],
     ) -> Results | None:
-        """Run ``fp8_training.product_gradients`` by a program, if rows stay in place or x is gathered, without weights.
+        """Run ``fp8_training.product_gradients`` by a program, for calls with no fusion but the gather of x.
 
         None if ``fp8_training.product_gradients`` itself has to compute them.
         """

@@ -294,7 +294,7 @@ def grouped_gemm(
             if y is not None:
                 return y
     keep = None
-    if key is not None:  # the key depends on the sizes and on tf32
+    if key is not None:  # add the sizes and tf32 to the key
         plan = None
         try:
             slots = topk if permute_y else 1

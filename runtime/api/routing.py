@@ -1,4 +1,4 @@
-"""The routing of a layer on its own: sorted once, for calls that read it."""
+"""Sorts a layer's routing once, for all calls that read it."""
 
 from __future__ import annotations
 

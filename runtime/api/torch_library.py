@@ -197,7 +197,7 @@ def _quantised_gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | Non
     asked = ctx.needs_input_grad
     names = "x codes scale zero global_scale derived m_sizes gather_indices topk_weights bias"
     x, codes, scale, zero, outer, derived, *rest = as_kept("grouped_gemm", names, ctx.saved_tensors, ctx.kinds)
-    weights_at = 1 + _PARTS + 2  # after x, w's parts, m_sizes and gather_indices
+    weights_at = 1 + _PARTS + 2  # index of topk_weights, after x, w's parts, m_sizes and gather_indices
     needs = wanted((asked[0], False, False, asked[weights_at], asked[weights_at + 1]), ctx.form)
     results = torch.ops.pretuned.grouped_gemm_quantised_backward(
         dy, x, ctx.format, codes, scale, zero, outer, derived, *rest, *ctx.parameters, list(needs), ctx.expected

@@ -22,7 +22,7 @@ INDICES = (torch.int32, torch.int64)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-# For each saved tensor; None if there is none.
+# The dtype, shape and device of each saved tensor; None for a tensor that is None.
 Kinds: TypeAlias = "tuple[tuple[torch.dtype, torch.Size, torch.device] | None, ...]"
 
 

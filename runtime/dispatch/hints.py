@@ -120,7 +120,7 @@ def nearest_shapes(problem: Problem, local: LocalGpu, view: View) -> list[str]:
                 if other is not None:
                     shapes.setdefault(other, []).append((usable.bundle, stored))
     near = sorted(shapes, key=lambda other: (_distance(problem, other), other.sort_key))
-    with_rows = ((p, _rows_of(shapes[p])) for p in near)  # the choices of the nearest alone are read
+    with_rows = ((p, _rows_of(shapes[p])) for p in near)  # a generator: reads the choices of the nearest only
     some = itertools.islice(((p, rows) for p, rows in with_rows if rows), _NEAREST)
     return [f"E={p.E} N={p.N} K={p.K} (M near {', '.join(map(str, rows))})" for p, rows in some]
 

@@ -150,7 +150,7 @@ class Experts:
         self._unprepare(layer)
         del layer.pretuned_experts
         run_by(method, layer, self.own)
-        # SGLang's layer copied these from the runner after making it.
+        # SGLang's layers have copies of these attributes of their runner.
         layer.runner_backend = layer.moe_runner_config.runner_backend = method.get_moe_runner_backend(layer)
         layer.runner = method.runner
         layer._set_runner_flags()

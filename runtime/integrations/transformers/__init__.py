@@ -90,7 +90,7 @@ def register(training: str | None = None) -> None:
 
     _training = training
     ExpertsInterface.register(NAME, experts_or_own)
-    with contextlib.suppress(ImportError):  # before 5.23
+    with contextlib.suppress(ImportError):  # transformers before 5.23 lacks it
         from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 
         FP8ExpertsInterface.register(NAME, experts_or_own)

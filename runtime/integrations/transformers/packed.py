@@ -55,7 +55,7 @@ def _pack(experts: Any) -> None:
             parameter = torch.nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=device), requires_grad=False)
             experts.register_parameter(name + end, parameter)
     experts.is_transposed = False
-    experts._is_hf_initialized = True  # transformers' random initialisation would look for the weights
+    experts._is_hf_initialized = True  # else transformers' random initialisation would look for weights
 
 
 def keep_compressed_tensors() -> None:
@@ -147,4 +147,4 @@ def _pack_compressed(experts: Any, codes: _StoredCodes | None) -> None:
         for end, shape, dtype in parts:
             parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=w.device), requires_grad=False)
             experts.register_parameter(name + end, parameter)
-    experts._is_hf_initialized = True  # transformers' random initialisation would look for the weights
+    experts._is_hf_initialized = True  # else transformers' random initialisation would look for weights
