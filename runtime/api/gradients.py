@@ -31,7 +31,7 @@ def grouped_gemm_dX(
     *,
     w_layout: str = "nk",
 ) -> torch.Tensor:
-    """dx[from(i)] = sum of t[g[i]] * (dy[to(i)] @ w[e]) over the sorted rows i that read it; e is i's expert.
+    """dx[r] = sum of t[g[i]] * (dy[to(i)] @ w[e]) over the sorted rows i with from(i) = r; e is i's expert.
 
     Parameters
     ----------

@@ -23,8 +23,8 @@ from ..weights.quantized_rows import QuantizedRows
 from .lora import check_columns, low_rank_of
 from .quantized_rows import refusal
 
-_MANY = 10  # w, and those of _ARGUMENTS
-_PARTS = 6  # of quantised weights: ``ExpertWeights``' fields
+_MANY = 10  # number of arguments: w, and those of ``_ARGUMENTS``
+_PARTS = 6  # number of parts of quantised weights: the fields of ``ExpertWeights``
 _TENSORS = "Tensor codes, Tensor scale, Tensor? zero, Tensor? global_scale, Tensor? derived"
 _ARGUMENTS = (
     "Tensor m_sizes, Tensor? gather_indices, Tensor? topk_weights, Tensor? bias, int topk, "

@@ -60,7 +60,7 @@ class Frozen(NamedTuple):
 
     @classmethod
     def of(cls, w: ExpertWeights) -> Frozen:
-        """The weights as they are now."""
+        """The weights, with their present number of writes."""
         return cls(w, _writes(w))
 
     def unchanged(self) -> ExpertWeights:

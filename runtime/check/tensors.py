@@ -199,7 +199,7 @@ def extent(tensor: torch.Tensor) -> int:
 
 
 def _share(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors may have a byte in common; columns of one matrix side by side have none."""
+    """True if two tensors may have a byte in common; disjoint columns of one matrix have none."""
     ahead = other.data_ptr() - tensor.data_ptr()
     if ahead >= extent(tensor) or -ahead >= extent(other):
         return False
