@@ -30,7 +30,7 @@ from ..weights.expert_weights import ExpertWeights
 from .layer_plan import LayerPlan
 from .product_plan import ProductPlan, has_rows, plan, sizes_of, takes_any_rows
 
-# Function.apply does this and, for calls inside torch.func's transforms, more.
+# The base class's apply, without the checks of Function.apply that only torch.func's transforms need.
 _apply_layer: Callable[..., torch.Tensor] = super(torch.autograd.Function, fp8_training.Fp8Layer).apply
 _apply_gemm: Callable[..., torch.Tensor] = super(torch.autograd.Function, fp8_training.Fp8Gemm).apply
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active

@@ -36,7 +36,7 @@ from ..weights.expert_weights import ExpertWeights
 _W: TypeAlias = "torch.Tensor | ExpertWeights"
 _Plan = TypeVar("_Plan", bound="LayerPlan")
 
-# Function.apply does this and, for calls inside torch.func's transforms, more.
+# The base class's apply, without the checks of Function.apply that only torch.func's transforms need.
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, MoeLayer).apply
 _apply_adapted: Callable[..., torch.Tensor] = super(torch.autograd.Function, AdaptedLayer).apply
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active

@@ -93,7 +93,7 @@ class Explanation:
 
     @property
     def runs(self) -> str:
-        """What runs the call: ``bundle``, ``jit`` or ``torch``."""
+        """The runner of the call: ``bundle``, ``jit`` or ``torch``."""
         if self.torch_us is not None:
             return "torch"
         return "bundle" if self.candidates else "jit" if self.compiles else "torch"

@@ -1,4 +1,4 @@
-"""What the serving engines' plug-ins do before there is a layer: check the switch and the version, log failures.
+"""The serving engines' plug-ins before there is a layer: they check the switch and the version, and log failures.
 
 Every process of an engine imports this module, also for models without experts. So it needs the standard library only.
 """

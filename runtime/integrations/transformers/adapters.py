@@ -151,7 +151,7 @@ def _is_weight(tensor: torch.Tensor) -> bool:
 
 
 def view(experts: Any, name: str) -> torch.Tensor | None:
-    """What PEFT sees of a weight whose codes pretuned runs: a tensor of its shape, without values or memory.
+    """A tensor that PEFT sees for a weight whose codes pretuned runs: it has the weight's shape, no values, no memory.
 
     None for any other module or name, and for codes that pretuned does not run.
     """

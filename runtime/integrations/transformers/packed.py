@@ -142,7 +142,7 @@ def _pack_compressed(experts: Any, codes: _StoredCodes | None) -> None:
             (codes.end, (E, N, K // codes.many), codes.dtype),
             ("_scale", (E, -(-N // rows), -(-K // (columns or K))), codes.scale),
         ]
-        if codes.dtype is torch.int32:  # a checkpoint's tensor for each matrix, which nothing here reads
+        if codes.dtype is torch.int32:  # the checkpoint has this tensor; nothing here reads it
             parts.append(("_shape", (E, 4 if name == "gate_up_proj" else 2), torch.int64))
         for end, shape, dtype in parts:
             parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=w.device), requires_grad=False)
