@@ -530,7 +530,7 @@ def problems(call: Call, x: torch.Tensor) -> tuple[Problem, ...]:
     forward |= Fusion.SCATTER if form.permute_y else Fusion.NONE
     forward |= Fusion.BIAS if fusions.bias is not None else Fusion.NONE
     dx = Fusion.SCATTER if form.permute_x else Fusion.NONE
-    dx |= Fusion.GATHER if form.permute_y and form.only_dx else Fusion.NONE  # otherwise dy was gathered for dW before
+    dx |= Fusion.GATHER if form.permute_y and form.only_dx else Fusion.NONE  # with dW, dy is gathered already
     if fusions.weights is not None and (form.only_dx or not fusions.weights.requires_grad):
         dx |= Fusion.WEIGHT
     if not isinstance(call.w, torch.Tensor):

@@ -274,7 +274,7 @@ def rows_usable(tensor: torch.Tensor) -> bool:
 
 
 def row_stride(tensor: torch.Tensor, length: int) -> int:
-    """Elements from row to row; a single row's is its length."""
+    """The stride between rows, in elements; for a single row, its length."""
     stride = tensor.stride(0)
     return stride if stride == length or tensor.shape[0] > 1 else length
 

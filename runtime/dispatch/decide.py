@@ -791,7 +791,7 @@ def _fits(usable: Usable, variant: Variant) -> bool:
     """True if a shipped candidate may be chosen: not if ``aot build`` rejects it, or if it needs measured times."""
     if usable.place.kind is not Kind.CANDIDATES:
         return True
-    if Fusion.SILU in variant.fusion:  # it runs where times say so, and candidates have no times
+    if Fusion.SILU in variant.fusion:  # silu in the epilogue needs measured times, and candidates have none
         return False
     from ...kernels.cost import rejection  # imported here: most processes have a bundle for all that they call
 

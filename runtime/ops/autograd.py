@@ -182,7 +182,7 @@ class AdaptedGemm(torch.autograd.Function):
         return dx, dw, None, dweights, dbias, dA, dB, None, None
 
 
-# The base class's apply, without the checks of Function.apply that only torch.func's transforms need.
+# Function.apply does this and, for calls inside torch.func's transforms, more.
 apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, GroupedGemm).apply
 apply_adapted: Callable[..., torch.Tensor] = super(torch.autograd.Function, AdaptedGemm).apply
 
