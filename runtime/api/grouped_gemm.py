@@ -125,8 +125,7 @@ def grouped_gemm(
         [E, N] in x's dtype.
     out
         [M, N] (or [T*topk, N]) to write y to, in x's dtype; its rows must be contiguous, and it has no gradient. It may
-        not overlap another tensor of the call; disjoint columns of one matrix are allowed. For a plain call on CUDA,
-        only the first call of its kind checks the overlap with m_sizes.
+        not overlap another tensor of the call; disjoint columns of one matrix are allowed.
     zero_tail
         Whether rows of y past the sum of ``m_sizes``, and padding, are zeroed; otherwise they are left unwritten.
         Their dx is zero.

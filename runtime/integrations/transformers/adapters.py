@@ -37,7 +37,7 @@ _HELD = "_pretuned_adapters"  # attribute of an experts' module during a call: t
 _PEFT = "peft.tuners.lora.layer"
 _SPARED = "_pretuned_spared"  # attribute of the patched function: PEFT's own function
 _CHECK = ParametrizationList.__init__.__code__
-_NEAR = 12  # most callers to search for ``_CHECK``; it is the sixth above a parametrization's forward
+_NEAR = 12  # most callers to search for ``_CHECK``: six are between it and a parametrization's forward
 
 _log = logging.getLogger(__name__)
 _logged: set[str] = set()

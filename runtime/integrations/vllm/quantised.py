@@ -605,7 +605,7 @@ def _copy(loaded: torch.Tensor, parameter: torch.Tensor, halves: int) -> None:
 
 
 def _kernel(method: PretunedQuantisedMethod, layer: Any) -> Any:
-    """vLLM's modular kernel with pretuned's experts. It takes shared experts as an argument in older versions only."""
+    """vLLM's modular kernel with pretuned's experts. Some vLLM versions pass the layer's shared experts to it."""
     tables = getattr(layer, "_expert_routing_tables", None) or layer._maybe_init_expert_routing_tables
     takes = inspect.signature(make_unquantized_moe_kernel).parameters
     return make_unquantized_moe_kernel(
