@@ -38,17 +38,17 @@ PAIRS = 8
 
 
 def linked(checkout: Path, folder: Path) -> Path:
-    """A folder to put on the path, in which ``pretuned`` is this checkout."""
+    """Make a folder for the path in which ``pretuned`` is this checkout."""
     for layer in ("artifacts", "kernels", "runtime", "aot", "runtime/integrations"):
         link = folder / "pretuned" / Path(layer).name
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(checkout.resolve() / layer)
-    (folder / "pretuned" / "__init__.py").touch()  # else an installed pretuned would be taken first
+    (folder / "pretuned" / "__init__.py").touch()  # else Python would prefer an installed pretuned
     return folder
 
 
 class Trees:
-    """The two checkouts, and how a process of each is started."""
+    """The two checkouts, and how to start a measured process of each."""
 
     def __init__(self, old: Path, folder: Path, pinned: list[int], without_gpu: bool) -> None:
         self.checkouts = {"old": old.resolve(), "new": ROOT}
@@ -91,7 +91,7 @@ def times(turns: list[Turn]) -> host_ratios.Pair:
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """Pairs until they are enough, or the seconds would not do for one more; written after each."""
+    """Run pairs of processes until there are enough or the time is up; the report is written after each pair."""
     began, longest = time.monotonic(), 0.0
     pinned = host_turns.cores(args.cores)
     report: dict[str, Any] = {
@@ -132,7 +132,7 @@ def written(report: dict[str, Any], out: Path | None) -> None:
 
 
 def read(path: Path) -> list[host_ratios.Pair]:
-    """The pairs of an earlier file, packed or not; one of whole processes in turn had one time of each call."""
+    """The pairs of an earlier file, compressed or not; old files have one time for each call and process."""
     with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as file:
         report = json.load(file)
     if "pairs" in report:

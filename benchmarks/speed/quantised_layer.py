@@ -1,4 +1,4 @@
-"""Times what quantising the activation in its own pass saves: a layer of fp8 blocks, and what is between its products.
+"""Times a layer of fp8 blocks with and without the row kernel that fuses the activation and its quantisation.
 
     python benchmarks/run.py quantised_layer --out quantised-layer-h100.json
 
@@ -39,13 +39,13 @@ SILU = RowActivation(Activation("silu"), True, False)
 
 
 def fp8_blocks(E: int, N: int, K: int) -> ExpertWeights:
-    """Weights whose checkpoints have x quantised, in order."""
+    """Prepared weights in a format whose products quantise x."""
     w = quantised_weights(E, N, K, DType.FP8_BLOCK, prepared=False)
     return ExpertWeights.fp8_block(w.codes, w.scale).prepare()
 
 
 def layers(clock: method.Clock, call: Callable[[], torch.Tensor]) -> list[Any]:
-    """Graphs of ``call`` as it is, and of it without the one pass; what both give is the same."""
+    """Graphs of ``call`` with the fused row kernel and without it; checks that both results are equal."""
     real, graphs, results = rowops.launcher, [], []
     ran: set[RowOp] = set()
 
