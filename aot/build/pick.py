@@ -53,7 +53,7 @@ class Shippable:
     reasons: Mapping[Family, Sequence[str]] = field(default_factory=dict)
 
     def demand_every_family(self, plan: BuildPlan, candidates: Candidates | None = None) -> None:
-        """Raise CompileError with the reasons if ``candidates``, or else its own, lack a variant for a problem."""
+        """Raise CompileError with the reasons if a problem has no variant in ``candidates`` (default: the pool's)."""
         pool = candidates or self.candidates
         able: dict[Family, list[Variant]] = {}
         for code in pool.all_variants:
@@ -204,7 +204,7 @@ def _from_journal(
     except InputError as error:
         if outcome or options.journal:
             raise
-        watch.on_note(f"note: not used: {error}")  # the user did not name it: it is of another build in this directory
+        watch.on_note(f"note: not used: {error}")  # a journal of another build in this directory
         return candidates, None
     wanted = {cell_of(problem, bucket) for problem, buckets in plan.buckets.items() for bucket in buckets}
     if options.journal and evidence.cells and wanted.isdisjoint(evidence.cells):

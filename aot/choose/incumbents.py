@@ -64,7 +64,7 @@ class TakenOver:
 
 @dataclass(frozen=True, slots=True)
 class Incumbents:
-    """The bundles that the runtime finds before there is a new one."""
+    """The bundles that the runtime would find without the new bundle."""
 
     snapshot: Snapshot
 

@@ -15,7 +15,7 @@ from ...artifacts.records import DType, Fusion, Layout, Op, Problem
 
 MAX_LOSS = 0.02  # a shape may lose this much against its own best before a larger set is worth it
 MIN_GAIN = 0.0005  # the least reduction of the mean loss that is worth one more variant
-SMALL_TABLE = 5000  # times; above that the set grows from one start only
+SMALL_TABLE = 5000  # entries of a table of times; for larger tables the set grows from one start only
 MISSING = 2.0  # a variant without a time for a shape counts as this many times the slowest one there
 
 Family = tuple[Op, DType, Layout, Fusion]

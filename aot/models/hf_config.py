@@ -146,7 +146,7 @@ class ConfigFamily:
     gated: bool = True
     one_shared: bool = False  # one shared expert of width I, which no field names
     layouts: tuple[Layout, ...] = (Layout.NK,)
-    kinds: tuple[str, ...] = ("",)  # of experts in one layer: a field that is a list of so many has one value for each
+    kinds: tuple[str, ...] = ("",)  # kinds of experts in a layer: a field with a list has a value for each
     attention: tuple[str, ...] = ()  # the fields whose product is the width of experts in attention, without a gate
     zero_experts: str = ""  # the field that counts experts without weights
     note: str = ""
