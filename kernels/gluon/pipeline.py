@@ -17,7 +17,7 @@ view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_me
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-ANY_VIEW: gl.constexpr = gl.constexpr(triton.__version__.startswith("3.7."))  # 3.7 checks no view's end
+ANY_VIEW: gl.constexpr = gl.constexpr(triton.__version__.startswith("3.7."))  # 3.7 does not check a view's end
 
 INDEX_END: gl.constexpr = gl.constexpr(0x40000000)
 NARROW_BIT: gl.constexpr = gl.constexpr(1 << 30)  # set in a tile's word if only the left half of its columns exists
@@ -36,8 +36,9 @@ MOVED_FLAGS: gl.constexpr = gl.constexpr(2 | 4 | 8)  # results with these flags 
 def tile_of(ring, i, PARTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
     """[HEIGHT, WIDTH] of a ring, from its part i * PARTS on.
 
-    Triton 3.7 lets a view end anywhere. For later ones a tile is one of those that the whole ring is made of; where it
-    is wider than PARTS, the first of them, and the PTX says how much further its products are (aot/compile/ptx.py).
+    Triton 3.7 lets a view end anywhere. Later versions only allow views at multiples of a tile's size. For a tile
+    wider than PARTS the view then begins at the ring's start, and the PTX has the offset that its products add
+    (aot/compile/ptx.py).
     """
     SIZE: gl.constexpr = ring.shape[1] * ring.shape[2]
     STEP: gl.constexpr = PARTS * SIZE // (HEIGHT * WIDTH)
@@ -54,7 +55,7 @@ def tile_of(ring, i, PARTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.conste
 
 @gluon.jit
 def _further(offset_bytes):
-    """Says in the PTX which register holds how much further, in 16 bytes, the right operands of these products are."""
+    """Mark in the PTX the register with the offset, in units of 16 bytes, of the next products' right operands."""
     gl.inline_asm_elementwise(
         "shr.u32 $0, $1, 4; // products of what is so much further: $0",
         "=r,r",

@@ -156,7 +156,7 @@ def _load_fitted(
                 _load_step(low_x, low_w, a, b, bar, expert, row, boxes, col, start, stage, BLOCK_M, BLOCK_K, W_KN)
                 stage, phase = advance(stage, phase, STAGES)
         tile = next_tile(counter, told(drawn), gl.num_programs(0), total)
-    for _ in gl.static_range(2):  # row -1 ends a warpgroup; if they take turns, each reads its own slot
+    for _ in gl.static_range(2):  # row -1 ends a warpgroup; warpgroups that take turns read a slot each
         publish(queue, filled, free, slot, turn, -1, 0, 0, 0, 1)
         slot, turn = advance(slot, turn, 2)
 

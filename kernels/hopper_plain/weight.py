@@ -190,11 +190,11 @@ def _load_weight(
         second = (2 * k + 1) * HALF
         wide = second < K if NARROW else gl.to_tensor(True)
         word = gl.cdiv(count, BLOCK_M) | (expert << 20) | gl.where(wide, 0, NARROW_BIT)
-        if late:  # wait until the tile before is taken, which is in the other slot
+        if late:  # wait until the previous tile, in the other slot, is taken
             mbarrier.wait(free.index(1 - slot), turn ^ 1 ^ slot)
         publish(queue, filled, free, slot, turn, n, 2 * k, N, word, WARPS)
         slot, turn = advance(slot, turn, 2)
-        drawn = draw(counter)  # looked at when this tile's loads are under way
+        drawn = draw(counter)  # the result is read after this tile's loads are issued
         both = n + 64 < N
         for row in range(0, count, BLOCK_M):
             mbarrier.wait(empty.index(stage), phase ^ 1)

@@ -1,7 +1,7 @@
 """Codes of a quantised w to bf16, transposed for dX: a row of wgmma's left operand is a column of w.
 
-A thread has of each of 16 rows of w the word that two of its columns are in, 8 apart, and of two rows at a time the
-halves of their words make one, laid out as a word is (dequantize.py, which says how blocks lie).
+From each of 16 rows of w a thread has the word with two of its columns, which are 8 apart. Half-words of two rows are
+joined into a word with the layout of a block's words (dequantize.py describes blocks).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from ..gluon.pipeline import view
 from .dequantize import both, codes_of, groups_of, scales_of
 
 
-# A block is seen as [pairs of rows, row of a pair, c, word, p, s mod 2], of 8 bits without the last.
-# What a thread has is its rows of w; p and c are in its lane, word and s in its warp.
+# A block's view is [pairs of rows, row of a pair, c, word, p, s mod 2]; codes of 8 bits lack the last dimension.
+# Rows of w are in a thread's registers, p and c are bits of its lane, word and s bits of its warp.
 def _turned(four: bool) -> gl.DistributedLinearLayout:
     end = [0] * (2 if four else 1)
 

@@ -5,8 +5,8 @@ are prepared, in ``K_ORDER``: the sixteen neighbours that a thread loads of a ro
 two byte permutations make two words of a product's left operand. That operand is in registers.
 
 Each warpgroup has 64 of a tile's 128 rows and all of its 256 columns: no code of x is read twice. A step moves 128 KB
-through shared memory: 1,024 clocks, as many as the tensor cores take. By columns it would be 144 KB, and with codes put
-in order in shared memory 176 KB (docs/inside/trials.md, codes-in-place).
+through shared memory: 1,024 clocks, as many as the tensor cores take. Split by columns it would be 144 KB, and with
+codes reordered in shared memory 176 KB (docs/inside/trials.md, codes-in-place).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _number(words, step, i, inside):
 
 @gluon.jit
 def _rows_of(placed, e, inside, M):
-    """(the first row of expert e, how many it has): as ``rowops.place`` says, all of them among M rows."""
+    """(first row, number of rows) of expert e, cut to the M rows like in ``rowops.place``."""
     m_sizes, starts, room, m_sizes_step, starts_step = placed
     first = e.to(gl.int64) * room
     if starts_step != 0:

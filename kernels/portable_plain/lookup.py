@@ -1,7 +1,7 @@
 """Find the tile of a program that has only one: each warp counts the experts' rows by itself, in PTX.
 
-Triton spreads a vector over all warps, so each sum and each search of one is a dozen shuffles, and a barrier or two.
-Where a launch takes 15 us that is 1 us of it. Here a lane of each warp has one expert of 32, sums of 32 are one
+Triton spreads a vector over all warps, so each sum or search over a vector takes a dozen shuffles and a barrier or two:
+1 us of a launch of 15 us. Here a lane of each warp has one expert of 32, sums of 32 are one
 instruction (``redux.sync``, sm_80 and later), and no warp waits for another: 1.03 x as fast at one token on an H200
 (docs/inside/trials.md, counting).
 """
@@ -103,7 +103,7 @@ def _ask(part, m_sizes, m_sizes_step, M, E, TEXT: tl.constexpr, BLOCK_M: tl.cons
 def find(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
     """(whether there is such a tile, its expert, row tile, column tile, the expert's first and end row), E up to 512.
 
-    (Of 2^26 rows and more, counts that ask for more than there is may get rows of others.)
+    If m_sizes sum to more than M, and M is at least 2^26, an expert may get rows of others.
     """
     part = tile // tiles_n
     if E <= _FEW_EXPERTS:

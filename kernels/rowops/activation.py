@@ -220,7 +220,7 @@ def _backward(
 ):
     """One row's dh and a, and its routing weight's gradient: dot(da, act(h)).
 
-    The weight is loaded after the row: its place comes from memory too, and nothing should wait for that.
+    The weight is loaded after the row, because its index is loaded first and the row must not wait for both.
     """
     sums = tl.zeros((row.shape[0], BLOCK), tl.float32)
     narrow = row_weights.to(tl.pointer_type(h.dtype.element_ty), bitcast=True)

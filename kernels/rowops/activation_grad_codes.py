@@ -29,7 +29,7 @@ _NARROW: tl.constexpr = tl.constexpr(4096)
 _NARROW_DWEIGHTS: tl.constexpr = tl.constexpr(8192)
 _BLOCKS: tl.constexpr = tl.constexpr(65536)
 _PAIRS: tl.constexpr = tl.constexpr(64)  # of neighbouring columns of a tile
-_FAR: tl.constexpr = tl.constexpr(150.0)  # as activation.py
+_FAR: tl.constexpr = tl.constexpr(150.0)  # as in activation.py
 _PART: tl.constexpr = tl.constexpr(32)  # rows of a tile that are computed at a time
 _PARTS: tl.constexpr = tl.constexpr(4)
 
