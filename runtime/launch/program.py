@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 stream_of = current_stream
 
 Given: TypeAlias = "Sequence[torch.Tensor | None]"
-Per: TypeAlias = "int | Callable[[int], tuple[int, ...]]"  # of new memory (``EagerExecutor.new``)
+Per: TypeAlias = "int | Callable[[int], tuple[int, ...]]"  # rows or shape of new memory (``EagerExecutor.new``)
 Results: TypeAlias = "Sequence[torch.Tensor | None]"
 
 MOST_PLANS = 4096  # plans, of about 2 KB; a layer's with its gradient has 17 KB, with adapters 33 KB
@@ -344,7 +344,7 @@ def _last(strides: Sequence[int]) -> list[int | None]:
 
 
 class _Gradient(NamedTuple):
-    """The program of a gradient; of its first tensors which were there, what they have in common, how aligned."""
+    """The program of a gradient, and the presence, common properties and alignment of its recorded tensors."""
 
     program: Program
     same: Guard

@@ -31,10 +31,10 @@ from ..weights.row_codes import codes_of_rows, values_of_rows, values_on_load
 from ..weights.writing import empty
 from . import gemm
 
-UNTOUCHED = 96.0  # what a result holds beforehand; every dtype has it, and no problem's result is it
-_ANY = -96.0  # wanted where anything may be stored
-_LONGEST_S = 30.0  # that a test may take: others may be using the GPU
-_LONGEST_SLEEP_S = 0.5  # of the process's own; more passes only where the process was stopped
+UNTOUCHED = 96.0  # fills results beforehand: exact in every dtype, and never a problem's result
+_ANY = -96.0  # expected value of elements that may hold anything
+_LONGEST_S = 30.0  # limit of a test's time: other processes may be using the GPU
+_LONGEST_SLEEP_S = 0.5  # a wait's own time: a longer gap means that the process was stopped
 _QUANTISED = 0.13  # neighbouring codes differ by an eighth
 _ROUNDING = {DType.FP16: 2e-3, DType.FP32: 1e-4, DType.TF32: 4e-3}
 _TORCH = dict.fromkeys(DType, torch.bfloat16) | {  # the dtype of x and y
@@ -800,7 +800,7 @@ def _dequantize_weights(on: _RowKernel) -> _Checks:
 
 
 def _move_codes(on: _RowKernel) -> _Checks:
-    """Bytes in the one layout and in the other, there and back; and which tiles have NaN: the first expert's."""
+    """Codes moved from the checkpoint layout to the prepared one and back, and a flag for each tile with NaN."""
     stored = empty(on.kind.value, *_W, torch.device("cpu")).codes
     _raw(stored).copy_(on.draw.integers(0, 256, _raw(stored).numel()))
     _raw(stored[1:]).bitwise_and_(0xBF)

@@ -109,7 +109,7 @@ class Fp8Gemm(torch.autograd.Function):
 def product(
     call: Call, x: torch.Tensor, fp8: Fp8Weights, out: torch.Tensor | None = None, executor: EagerExecutor = EAGER
 ) -> torch.Tensor:
-    """y of a call, without a gradient; ``fp8`` is what a block keeps of its w."""
+    """y of a call, without a gradient; ``fp8`` has w's codes, if a ``reuse_fp8_weights`` block keeps them."""
     layout = call.form.layout
     w = of_forward(call.dense, layout, executor) if fp8.of_forward is None else fp8.of_forward
     call = call._replace(form=call.form._replace(layout=Layout.NK), w=w)
@@ -153,7 +153,7 @@ class Fp8Layer(torch.autograd.Function):
     ) -> torch.Tensor:
         """Run the layer, and save the tensors that its gradient needs.
 
-        ``fp8`` is what a block keeps of both weights, and ``plan`` an ``api.fp8.Fp8LayerPlan``.
+        ``fp8`` has the weights' codes that a ``reuse_fp8_weights`` block keeps, ``plan`` is an ``api.fp8.Fp8LayerPlan``.
         """
         note_mode(ctx)
         run = layer_forward if plan is None else plan.forward

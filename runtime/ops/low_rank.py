@@ -111,7 +111,7 @@ def as_read(matrix: torch.Tensor, dtype: torch.dtype, E: int, of_r: int) -> torc
     """
     # (Each check avoids a view, which autograd would record.)
     if matrix.dtype is not dtype:
-        matrix = matrix.to(dtype, memory_format=torch.contiguous_format)  # one copy, of PEFT's order of elements too
+        matrix = matrix.to(dtype, memory_format=torch.contiguous_format)  # one copy for dtype and PEFT's strides
     if more := -matrix.shape[of_r] % (ALIGNMENT_BYTES // dtype.itemsize):
         matrix = torch.nn.functional.pad(matrix, (0, more) if of_r == 2 else (0, 0, 0, more))
     if matrix.stride(2) != 1 and matrix.shape[2] != 1:

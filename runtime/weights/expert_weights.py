@@ -745,7 +745,7 @@ class _NanError(Exception):
 
 
 def _is_any(flags: list[torch.Tensor]) -> bool:
-    """True if any of some tensors on a device is not 0; this waits for it."""
+    """True if any flag is not 0; waits for the device that computes the flags."""
     return bool(flags) and bool(torch.cat([flag.flatten() for flag in flags]).any())
 
 

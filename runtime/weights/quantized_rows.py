@@ -1,4 +1,4 @@
-"""Rows of x that arrive as codes: what products take for x whose format multiplies codes by codes."""
+"""Rows of x that arrive quantised, for products whose format multiplies codes by codes."""
 
 from __future__ import annotations
 
