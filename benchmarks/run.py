@@ -23,7 +23,7 @@ BUNDLES = "an NVIDIA GPU, bundles in PRETUNED_BUNDLES"
 
 
 class Benchmark(NamedTuple):
-    """A benchmark: a module of a folder of benchmarks, whose ``main`` runs it."""
+    """A benchmark: a module in a folder of benchmarks; its ``main`` runs it."""
 
     folder: str
     name: str

@@ -68,7 +68,7 @@ FITTED_DW: tuple[tuple[str, float, float, float], ...] = (
 )
 SHARED = ("cold_ns", "start_ns", "store_ns")  # shared by all generations; each generation has its own other constants
 
-# Start of every search. The last fit is none: it has seen the model that is left out.
+# Start of every search. The last fit can't be the start, because it has seen the model that is left out.
 _FAMILY = ConstantsFamily(
     0.79,
     50.0,

@@ -109,7 +109,7 @@ def renumbered(choice: Choice, moved: dict[int, int]) -> Choice:
 
 
 def lacks(bundle: Bundle) -> list[RowOpSpec]:
-    """Missing row kernels: for codes if other kernels quantise x, and place_rows if the bundle has sort_slots."""
+    """Specs of missing row kernels: kernels that make codes if any quantises x; place_rows if there is sort_slots."""
     there = {(variant.op, variant.dtype, variant.alignment) for variant in bundle.variants}
     formats = [
         dtype for dtype, ops in CODE_OPS.items() if any(variant.op is ops.quantize for variant in bundle.variants)

@@ -52,7 +52,7 @@ from pretuned.runtime.dispatch.snapshot import Snapshot
 BUNDLE = Path(__file__).parents[2] / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
 TOKENS = (16, 128, 1024, 8192)
 MOST_BYTES = 16 << 30  # of one product's weights
-# Variants that the model expects to take more than so many times the least are not timed. In the 100,000 cells of the
+# Variants whose estimate is more than so many times the least are not timed. In the 100,000 cells of the
 # catalogue's journals the fastest had at most 1.65 times the least estimate.
 MOST_TIMES = 2.0
 

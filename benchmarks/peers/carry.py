@@ -53,7 +53,7 @@ _FP16, _INT8, _BF16, _U8B128 = (
 )
 _MARLIN = b"6MarlinI(?:" + b"|".join((_FP16, _INT8, _BF16 + _U8B128)) + b")"
 RULES = {
-    "vllm": Rule(  # attention is Triton's; Marlin's layers are of bf16 tokens, and no linear layer is Marlin's
+    "vllm": Rule(  # attention runs in Triton; Marlin runs only MoE layers of bf16 tokens
         (
             "vllm/vllm_flash_attn/*",
             "vllm/_flashmla*",

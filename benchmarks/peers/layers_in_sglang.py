@@ -51,7 +51,7 @@ OWN, OURS = "own", "pretuned"
 # (arg_groups/model_overrides/gpt_oss.py); a layer alone would run with bf16 weights.
 SIDES = {"mxfp4": {OWN: "triton_kernel", "marlin": "marlin", OURS: "triton_kernel"}}
 AUTO = {OWN: "auto", OURS: "auto"}
-SOONEST = ("bf16", "fp8", "mxfp4", "int4")  # kinds, by the time that SGLang compiles for them
+SOONEST = ("bf16", "fp8", "mxfp4", "int4")  # kinds, in ascending order of SGLang's compile time
 FAR = 0.1  # limit of the difference from another's result: fp8 tokens, quantised twice, reach 0.07
 _begun = time.monotonic()
 

@@ -101,11 +101,11 @@ class Limits:
         return [cell for cell in self.cells if (cell.kind, cell.tokens) == (kind, tokens)]
 
     def beside_us(self, column: list[Cell]) -> float:
-        """The least time in us in addition to the time of the bytes, over ours and the best libraries'."""
+        """The least of (a cell's time minus the time of its bytes), over our times and the best libraries'."""
         return min(min(cell.us, cell.best_us) - cell.bytes / self.rate for cell in column)
 
     def spread(self, column: list[Cell]) -> str:
-        """The least and the most time in addition to the time of the bytes, for ours and for the best libraries."""
+        """The least and the most of (time minus the time of the bytes), for ours and for the best libraries."""
         rests = [
             [us - cell.bytes / self.rate for cell in column for us in (cell.us, cell.best_us)][i::2] for i in (0, 1)
         ]

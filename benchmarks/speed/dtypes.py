@@ -3,11 +3,11 @@
     PRETUNED_STRICT=1 PRETUNED_BUNDLES=dtypes-sm90.msgpack:catalogue-sm90.msgpack \\
         python benchmarks/run.py dtypes --out dtypes-h200.json
 
-From bundles, through the public calls; benchmarks/peers/README.md has the commands that make the bundle. What is
-compared takes turns in one process, the method is benchmarks/method.py. bf16 and fp16 take turns with their loops of
+From bundles, through the public calls; benchmarks/peers/README.md has the commands that build the bundle. Calls that
+are compared take turns in one process; the method is benchmarks/method.py. bf16 and fp16 take turns with their loops of
 torch matmuls, too, which show how the chip itself differs in fp16. The loops know each expert's rows on the host.
-float32 runs in tf32 where torch.backends.cuda.matmul.allow_tf32 says so, torch's as ours. Cells of over 1.5 TFLOP are
-left out in IEEE fp32.
+float32 runs in tf32 if torch.backends.cuda.matmul.allow_tf32 is set, in torch and in pretuned. Cells of over 1.5 TFLOP
+are left out in IEEE fp32.
 
 The results are compared with fp64 first, on rows drawn at random (all elements must be finite). Exit status 1: a wrong
 result, fp16 over 3 % slower than bf16 in the geometric mean, or tf32 over 10 % slower than its loop at T >= 1024.
@@ -39,7 +39,7 @@ TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "
 # Groups of dtypes that take turns: the 16-bit types together, float32 in one precision at a time.
 GROUPS = (("bf16", "fp16"), ("tf32",), ("fp32",))
 # Relative Frobenius error against fp64. 16 bits: the result is rounded once, each element by at most u = 2^-8, 2^-11.
-# tf32: each factor of a product is, by at most 2^-11; cut off instead, 7.7e-4 in all is expected. fp32: sums of up to
+# tf32: each factor is rounded by at most 2^-11; if cut off instead, the expected error is 7.7e-4. fp32: sums of up to
 # 28672 terms, whose errors of 2^-24 each walk at random: sqrt(28672) 2^-24.
 BOUNDS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "tf32": 2.0**-10, "fp32": 1e-5}
 FP32_FLOP = 1.5e12

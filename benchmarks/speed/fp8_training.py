@@ -256,7 +256,7 @@ def measure_products(name: str, E: int, H: int, width: int, k: int, T: int, thei
             for each in names:
                 try:
                     calls[each]()
-                except Exception as error:  # a call of the host, or of a library that lacks it
+                except Exception as error:  # a library without this call, or a failing kernel
                     row[f"{what}_{each}_failed"] = f"{type(error).__name__}: {str(error)[:200]}"
                     del calls[each]
             timed = eager_us(list(calls.values()), 9)

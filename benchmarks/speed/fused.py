@@ -34,7 +34,7 @@ def calls(
     """The fused call, the equal computation in two steps, and the plain product."""
     M, K = T * top_k, w.shape[2]
     index = torch.randperm(M, generator=torch.Generator().manual_seed(3)).to(torch.int32).cuda()
-    for end, count in zip(m_sizes.cumsum(0).tolist(), m_sizes.tolist(), strict=True):  # by token, as a sort leaves them
+    for end, count in zip(m_sizes.cumsum(0).tolist(), m_sizes.tolist(), strict=True):  # by token, like a stable sort
         index[end - count : end] = index[end - count : end].sort().values
     tokens, weights = method.activations(T, K, w.dtype), torch.rand(T, top_k, device="cuda") + 0.5
     x = tokens[index // top_k]

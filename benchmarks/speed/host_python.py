@@ -3,9 +3,9 @@
     python benchmarks/run.py host_python
     python benchmarks/run.py host_trees --without-gpu --old ../old  # to compare two checkouts: see its --help
 
-The GPU is the emulated one of the tests (tests/support/emulated_driver.py of the tree that is measured), less its
-arithmetic: what is left is the look at the tensors, the memory, autograd, and the way to the driver's launch function.
-Microseconds, the least and the median of batches; on a machine with other work the least is the one to look at.
+The GPU is the tests' emulated GPU (tests/support/emulated_driver.py of the measured tree), without its arithmetic. The
+times cover the checks of tensors, the memory, autograd, and the path to the driver's launch function. They are in
+microseconds, the least and the median of batches; on a machine with other work use the least.
 """
 
 from __future__ import annotations

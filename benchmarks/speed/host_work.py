@@ -1,4 +1,4 @@
-"""The launches and torch operators of a replayed call, to tell more work from slower work."""
+"""Count a replayed call's launches and torch operators, to distinguish more work from slower work."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def compare(cells: list[dict[str, Any]]) -> list[str]:
         peer_us.pop(LOOP, None)
         best = min(
             (peer for peer in peer_us if not peer.endswith("_gather")), key=peer_us.__getitem__
-        )  # rows sorted before
+        )  # peers with rows sorted beforehand
         cell |= {
             "best_peer": best,
             "best_peer_us": peer_us[best],

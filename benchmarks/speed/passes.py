@@ -55,7 +55,7 @@ class OtherBlock(RowOpSpec):
 def calls(
     T: int, H: int, width: int, top_k: int, E: int, present: int = 1
 ) -> Iterator[tuple[RowOp, Callable[[], Any], int]]:
-    """Yield (row kernel, its call, the least bytes that it moves) for T * top_k rows, 1 / ``present`` of them in use."""
+    """Yield (row kernel, its call, the least bytes that it moves); 1 / ``present`` of the T * top_k rows are in use."""
     M = T * top_k
     used = M // present
     x = method.activations(T, H, torch.bfloat16)

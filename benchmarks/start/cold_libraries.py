@@ -46,7 +46,7 @@ class Library(ABC):
         """A call whose inputs are ready. Not timed, so it runs no kernel of the library."""
 
     def compile(self, weights: list[Any], cells: list[list[Cell]]) -> None:  # noqa: B027
-        """Compile all kernels that the calls need, if the library does so at once. Timed. Default: at the first calls."""
+        """Compile all kernels that the calls need, if the library can do so beforehand. Timed. Default: do nothing."""
 
 
 class Pretuned(Library):

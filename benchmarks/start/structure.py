@@ -3,10 +3,9 @@
     python benchmarks/run.py structure
     python benchmarks/run.py structure --json
 
-Lines, statements and files are those of the files that git tracks; modules and us are of the import and one GEMM.
-The calls run on the tests' emulated GPU
-(tests/support/emulated_driver.py). Only functions of pretuned count. A return is a step into a file that was left
-before.
+Lines, statements and files are counted over the files that git tracks; modules and us are of the import and one GEMM.
+The calls run on the tests' emulated GPU (tests/support/emulated_driver.py). Only functions of pretuned count. A
+return is a step into a file that was left before.
 """
 
 from __future__ import annotations

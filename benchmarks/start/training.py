@@ -213,7 +213,7 @@ def say(text: str) -> None:
 
 
 def kernels() -> dict[str, str]:
-    """The sha256 of the source of each kernel in the bundles named: what these results are of."""
+    """The sha256 of the source of each kernel in the bundles used, to identify the tested kernels."""
     digests: dict[str, str] = {}
     for path in sorted(Path(os.environ.get("PRETUNED_BUNDLES", "/nonexistent")).glob("*.msgpack")):
         with open_bundle(path) as bundle:
