@@ -163,7 +163,7 @@ def picked(plan: BuildPlan, path: Path, there: Shippable, options: BuildOptions,
 def published_candidates(
     plan: BuildPlan, all_candidates: Candidates, incumbents: Incumbents, configs: int = CONFIG_LIMIT
 ) -> Iterator[tuple[Path, Ships, Entrants]]:
-    """Yield a file of all candidates, a function that tells what would ship, and the bundles that take part."""
+    """Yield a file of all candidates, a function that lists the variants to ship, and the bundles that take part."""
     sm, runs = all_candidates.target.sm, incumbents.on(plan.buckets)
     with scratch_folder() as scratch:
         file = scratch / f"candidates-sm{sm}.msgpack"

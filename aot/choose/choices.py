@@ -296,7 +296,7 @@ def _least(times: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _beside(problem: Problem, problems: Container[Problem]) -> bool:
-    """True if the problem's shape is also there with w as [E, N, K]."""
+    """True if ``problems`` also has the problem with w as [E, N, K]."""
     return problem.layout is Layout.KN and problem._replace(layout=Layout.NK) in problems
 
 

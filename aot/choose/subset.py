@@ -56,7 +56,7 @@ class _Costs:
         return [min(costs) for costs in zip(*(self.columns[variant] for variant in chosen), strict=True)]
 
     def score(self, floor: Sequence[float], extra: int | None = None) -> float:
-        """Mean cost, plus all that cells are over the allowance; ``extra`` joins the set."""
+        """The mean cost, plus all costs above the allowance; with ``extra``, the cost of the set that includes it."""
         if extra is not None:
             floor = [a if a < b else b for a, b in zip(floor, self.columns[extra], strict=True)]
         allowed = self._allowed
@@ -95,7 +95,7 @@ def _grow(costs: _Costs, limit: int, first: int | None) -> tuple[float, list[int
 
 
 def _choose(costs: _Costs, limit: int) -> list[int]:
-    # A small table is cheap enough to grow from every variant: swaps of one alone stop at local optima.
+    # A small table is cheap enough to grow from every variant: single swaps stop at local optima.
     small = costs.count * len(costs.variants) <= SMALL_TABLE
     starts: list[int | None] = [None, *costs.variants] if small else [None]
     score, chosen = min(_grow(costs, limit, first) for first in starts)

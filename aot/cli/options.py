@@ -52,7 +52,7 @@ def directory(file_okay: bool) -> Callable[[str | Path], Path]:
 
 
 def _path(wanted: str, **how: bool) -> Callable[[str | Path], Path]:
-    """The type of an option that is a path; an empty one, as from an unset variable, would mean this directory."""
+    """The type of an option that is a path; it refuses an empty path, which would mean the current directory."""
     path = click.Path(path_type=Path, **how)
 
     def converted(value: str | Path) -> Path:

@@ -406,7 +406,7 @@ def compare(
 
 
 class _Compared:
-    """One device, with memory for the largest weights throughout: freeing much slows later launches."""
+    """The comparison on one device. It keeps memory for the largest weights: freeing much slows later launches."""
 
     def __init__(self, there: Libraries, device: torch.device, budget_ms: float, most: int) -> None:
         self._there, self._device, self._budget_ms = there, device, budget_ms

@@ -38,7 +38,7 @@ EVICT_FIRST = 0x12F0000000000000
 _LOAD = re.compile(r"(cp\.async\.bulk\.tensor\.3d\.shared::\w+\.global[\w.:]*)( \[[^;]*\]);")
 _STORE = re.compile(r"(cp\.async\.bulk\.tensor\.3d\.global\.shared::\w+[\w.:]*)( \[[^;]*\]);")
 _WRITTEN_COLUMNS = 256
-# A loop that is one block of code, and in it the comment of kernels/hopper_plain/fitted.py.
+# A loop without branches inside, which has the comment that kernels/hopper_plain/fitted.py writes.
 _SAID = r"// products of (?P<register>%\w+) times (?P<grain>\d+) rows, (?P<most>\d+) times at most"
 _INSIDE = r"(?:(?!\$L\w+:).*\n)*?"
 _LOOP = re.compile(

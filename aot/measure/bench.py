@@ -54,7 +54,7 @@ from .inputs import (
 )
 from .job import MeasureJob, MeasureResult, Setup, WorkerInfo
 
-MAX_ROW_ERROR = 0.1  # of one row, over the root mean square of all: a wrong row has about 1
+MAX_ROW_ERROR = 0.1  # a row's error over the rows' root mean square; a wrong row has about 1
 # Vectors that results are projected on. A row nearly orthogonal to a single vector looks wrong, because of rounding.
 # Averages over many rows hide this; with few rows, like one expert's in dW, eight vectors do.
 _VECTORS = 8

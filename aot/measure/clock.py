@@ -108,7 +108,7 @@ class Clock:
 
 
 class HostClock:
-    """``Clock`` for calls on the CPU, by the host's clock: nothing is captured, a replay calls."""
+    """``Clock`` for calls on the CPU, by the host's clock: without graphs, so a replay is a call."""
 
     def __init__(self) -> None:
         self.flush = torch.empty(1 << 20, dtype=torch.int8)

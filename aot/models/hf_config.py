@@ -181,7 +181,7 @@ PARAMS = ConfigFamily("", ("moe.expert_hidden_dim", "hidden_dim"))
 
 
 def family_of(model_type: str) -> ConfigFamily | None:
-    """The family of a model type, or None; the names of the fields alone are used then."""
+    """The family of a model type; None if no family matches, and fields are then recognised by their names."""
     return next((family for family in FAMILIES if model_type.startswith(family.prefix)), None)
 
 

@@ -101,7 +101,7 @@ _START = (
 )
 _CHARS = 2000  # of a dead child's last output
 _RAISED = {error.__name__: error for error in (CompileError, HostError, InputError)}
-_TIDYING_S = 3.0  # at most, to remove the files
+_TIDYING_S = 3.0  # seconds at most for removing the files
 
 
 def call(
@@ -138,7 +138,7 @@ def call(
 
 
 def _run(function: str, arguments: Mapping[str, object], answer: Path, timeout_s: float) -> None:
-    """``function`` is MODULE:NAME."""
+    """Run ``function``, which is MODULE:NAME, in a child process that writes to ``answer``."""
     error_file = answer.with_suffix(".error")
     work = {
         "path": sys.path,
