@@ -259,7 +259,7 @@ def _tile(
 ):
     """One warpgroup's 64 rows of one tile, WIDTH columns from ``first`` on. Returns the stage and phase after it.
 
-    GATHER code stores by TMA where nothing else is asked for and the tile is ``whole``: TMA stores every row, and those
+    GATHER code stores by TMA if nothing else is needed and the tile is ``whole``: TMA stores every row, and rows
     without an index are to be left alone. Operands of 32 bits are tf32, of dW alone (tf32.py).
     """
     TF32: gl.constexpr = b.dtype == gl.float32

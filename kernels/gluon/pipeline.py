@@ -78,7 +78,7 @@ def _add_capped(a, b):
 
 @gluon.jit
 def counts(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The rows that each expert asks for, [EXPERTS] uint32: none below zero, none above M."""
+    """The number of rows of each expert in m_sizes, [EXPERTS] uint32, clamped to [0, M]."""
     expert = gl.arange(0, EXPERTS, layout=LAYOUT)
     word = m_sizes + expert * m_sizes_step
     low = gl.load(word, mask=expert < E, other=0).to(gl.int64)
@@ -189,7 +189,7 @@ def grouped(inner, tiles_m, tiles_n, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def expect(bar, A_BYTES: gl.constexpr, both, B_BYTES: gl.constexpr, wide):
-    """Tells a stage's barrier how many bytes come: one or both halves of the rows, and of the columns."""
+    """Set how many bytes a stage's barrier waits for: one or both halves of the rows, and of the columns."""
     mbarrier.expect(bar, A_BYTES + B_BYTES, pred=(both == 0) & (wide == 0))
     mbarrier.expect(bar, 2 * A_BYTES + B_BYTES, pred=both & (wide == 0))
     mbarrier.expect(bar, A_BYTES + 2 * B_BYTES, pred=(both == 0) & wide)
@@ -198,11 +198,10 @@ def expect(bar, A_BYTES: gl.constexpr, both, B_BYTES: gl.constexpr, wide):
 
 @gluon.jit
 def draw(counter):
-    """The counter's next number, on its way to the first lane of a warp: nothing waits for it here.
+    """Request the counter's next number for the first lane of a warp, without waiting; ``told`` waits for it.
 
-    The language's own atomic waits for its result at once, and nothing is loaded meanwhile. dW by both
-    warpgroups, whose tiles are short, takes up to 1.04 x as long with it, forward and dX, which draw late, as long
-    either way (docs/inside/trials.md, pingpong-dealt).
+    Triton's own atomic waits for its result at once, which delays loads. With it pingpong dW, whose tiles are short,
+    takes up to 1.04 x as long; forward and dX take as long as without it (docs/inside/trials.md, pingpong-dealt).
     """
     return gl.inline_asm_elementwise(
         "{.reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.b32 $0, 0; "

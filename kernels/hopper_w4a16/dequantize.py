@@ -1,13 +1,13 @@
-"""Codes of a quantised w to bf16, in registers, as the left operand of wgmma wants them: w's rows, or (dX) its columns.
+"""Codes of a quantised w to bf16, in registers, as wgmma's left operand needs them: w's rows, or for dX its columns.
 
-w is prepared (prepared_layout.py): a block of 64 rows and 64 of K lies together, as int32 [64, 4, W]: a row, the
-thread c of the four that hold a row of the operand, and W words, 2 of codes of 4 bits and 4 of those of 8. With K = 16
-s + 8 h + 2 c + p, codes of p = 0 are in the low half of a word and those of p = 1 in the high one, in the order of (s,
-h). So one instruction or two make two neighbours of bf16. Of codes of 8 bits the four words of a row change places, c ^
-row / 2 % 4, as in the swizzle of 64 bytes in which wgmma can read them (kernels/hopper_w8a8_channel/rows.py).
+w is prepared (prepared_layout.py): a block of 64 rows and 64 of K is contiguous, as int32 [64, 4, W]: the row, c
+(which of the four threads of an operand's row), and W words: 2 for codes of 4 bits, 4 for codes of 8 bits. With K =
+16 s + 8 h + 2 c + p, codes with p = 0 are in a word's low half and codes with p = 1 in its high half, in the order of
+(s, h). So one or two instructions make two neighbouring bf16. For codes of 8 bits a row's four words are permuted, c
+^ row / 2 % 4, like in the 64-byte swizzle in which wgmma can read them (kernels/hopper_w8a8_channel/rows.py).
 
-Scales are multiplied where a block is made, in the same instructions as its codes where that is faster: of int4 and
-nvfp4, whose values are then too small by a power of two that ``scaled`` makes good in the sums.
+Scales are multiplied when a block is dequantised, in the instructions of its codes if that is faster (int4 and
+nvfp4). Such values are too small by a power of two, which ``scaled`` multiplies into the sums.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def int4_text(groups: int) -> str:
 
 
 def nvfp4_text() -> str:
-    """PTX: the same of e2m1 and four scales of e4m3: value x scale x 2^-10.
+    """PTX like ``int4_text``, for e2m1 codes and four e4m3 scales: value x scale x 2^-10.
 
     Codes are the value x 2^-126 as in ``_e2m1_text``, a scale's bits are scale x 2^-120, and are made x 2^116.
     """

@@ -46,7 +46,7 @@ from ..hopper_plain.fitted import GRAIN, _fit
 from .blocks import block_of, x_tile_of
 from .dequantize import biased_across, blocks_per_scale, codes_of, places_of, scale_bytes_of, scaled, words_of
 
-BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and of K, that lie together
+BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and elements of K, in a block
 
 
 @gluon.jit
@@ -70,7 +70,7 @@ def _load_codes(
 ):
     """The loading warp: see ``rows._load_rows``. A stage has blocks of a tile's columns, and boxes of its rows.
 
-    Blocks that lie one after the other in memory come at once: of w's columns, which are K, with ``DX`` N.
+    Blocks that are adjacent in memory are loaded together: of w's columns, which are K, with ``DX`` N.
     """
     x, w, w_scale, low_x, low_w, a, s, b, low, full, empty, used, queue, filled, free, m_sizes, counter = loads
     WIDE: gl.constexpr = BLOCK_N // BLOCK  # blocks of columns of a tile
@@ -216,7 +216,7 @@ def _multiply_codes(
                 mbarrier.wait(full.index(stage), phase)
                 now = block_of(a, s, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, DX, OPERAND)
             last = stage
-            before = now  # what a product that is under way reads
+            before = now  # the running product still reads this operand
             for unit in gl.static_range(UNITS):
                 k = 2 * unit + half if SPLIT else unit // MINE
                 x_tile = x_tile_of(b, last, k, BLOCK_M, BLOCK_K)

@@ -58,7 +58,7 @@ def _load_zeroed(
 ):
     """The loading warp: see ``rows._load_rows``. A stage has blocks of a tile's columns, and boxes of its rows.
 
-    Blocks that lie one after the other in memory come at once: of w's columns, which are K, with ``DX`` N. What a step
+    Blocks that are adjacent in memory are loaded together: of w's columns, which are K, with ``DX`` N. What a step
     or a tile has beyond the expert's matrix is zero: another expert's scales, which may be NaN, are not read.
     """
     x, w, w_scale, w_zero, low_x, low_w, a, s, z, b, low, shared, m_sizes, counter = loads
@@ -206,7 +206,7 @@ def _multiply_zeroed(
                 mbarrier.wait(full.index(stage), phase)
                 now = zeroed_block_of(a, s, z, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, DX, OPERAND)
             last = stage
-            before = now  # what a product that is under way reads
+            before = now  # the running product still reads this operand
             for unit in gl.static_range(UNITS):
                 k = 2 * unit + half if SPLIT else unit // MINE
                 x_tile = x_tile_of(b, last, k, BLOCK_M, BLOCK_K)

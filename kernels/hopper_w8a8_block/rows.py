@@ -185,7 +185,7 @@ def _multiply_scaled(
             part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
             upper += part * scale[:, None]
             if both:
-                # Here the sums above are there: else the compiler begins on these products before it adds those, with
+                # The sums above end here: else the compiler begins on these products before it adds those, with
                 # the registers of two products, which there are not.
                 upper, part = warpgroup_mma_wait(num_outstanding=0, deps=(upper, part))
                 part = warpgroup_mma(a.index(stage * 2 + 1), b_tile, part, use_acc=False, is_async=True)

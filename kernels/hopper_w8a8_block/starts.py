@@ -1,4 +1,4 @@
-"""The grouped GEMM of ``rows.py`` for rows of x that lie apart: codes and scales are read where they arrive.
+"""The grouped GEMM of ``rows.py`` for rows of x with gaps between experts: codes and scales are read in place.
 
 Expert e's rows begin at starts[e], or at e * room, in x and in y. x's codes are in their natural order of K, and w's
 are prepared, in ``K_ORDER``: the sixteen neighbours that a thread loads of a row hold all of its codes of 64 of K, and
@@ -41,7 +41,7 @@ from ..gluon.pipeline import (
 ROWS: gl.constexpr = gl.constexpr(128)  # of a tile
 COLUMNS: gl.constexpr = gl.constexpr(256)
 GROUP: gl.constexpr = gl.constexpr(128)  # of K, and columns, that share a scale
-BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and of K, that lie together
+BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and elements of K, in a block
 
 
 def _prepared() -> gl.SharedLinearLayout:
@@ -204,7 +204,7 @@ def _left(a, at, MMA: gl.constexpr):
 
 @gluon.jit
 def _product(left, right, b, at, MMA: gl.constexpr):
-    """128 of K of 64 rows of x by 64 columns of w, those ``at`` and ``at + 2`` of the ring: on its way."""
+    """Start the product of 128 of K: 64 rows of x by 64 columns of w, the tiles ``at`` and ``at + 2`` of the ring."""
     result = gl.zeros([64, 64], gl.float32, MMA)
     result = warpgroup_mma(left, b.index(at).permute((1, 0)), result, use_acc=False, is_async=True)
     return warpgroup_mma(right, b.index(at + 2).permute((1, 0)), result, is_async=True)
@@ -221,10 +221,10 @@ def _scales(s, stage, row, part, MMA: gl.constexpr):
 
 @gluon.jit
 def _add_columns(sums_0, sums_1, sums_2, sums_3, a, b, s, stage, half, MMA: gl.constexpr):
-    """The sums of 64 rows, 64 columns each, and a step's products times their scales.
+    """Add a step's products, times their scales, to the sums of 64 rows by 4 x 64 columns.
 
-    Two products are under way at a time, and what is added is there before the next begins: else the compiler adds it
-    later, with the registers of three.
+    Two products run at a time. Each is added before the next begins; otherwise the compiler adds it later, and needs
+    the registers of three products.
     """
     left, right = _left(a, stage * 4 + half * 2, MMA)
     even = _product(left, right, b, stage * 8, MMA)
@@ -263,7 +263,7 @@ def _multiply(
     STAGES: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
-    """One warpgroup: its 64 rows of every tile, in products of 64 columns, and the way out."""
+    """One warpgroup: multiply its 64 rows of every tile, in products of 64 columns, and store them."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 32])
     stage, phase, slot, turn = begin()
     row, col, row_end, word, _e, _f = take_all(queue, filled, free, slot, turn, 4)

@@ -21,8 +21,9 @@ _MANY = 16
 def text(chunks: int) -> str:
     """The PTX, for 32 experts times ``chunks``.
 
-    $0 the expert that tile row $8 belongs to, or -1, $1 the tile rows before it, $2 its first row, $3 its end row, of
-    $4 m_sizes, $5 m_sizes_step, $6 M, $7 E, and tiles of $9 + 1 rows. A count below zero is zero, and no row passes M.
+    Results: $0 the expert of tile row $8, or -1, $1 the number of tile rows before the expert, $2 its first row, $3 its
+    end row. Inputs: $4 m_sizes, $5 m_sizes_step, $6 M, $7 E, $8 the tile row; tiles have $9 + 1 rows. A count below
+    zero is zero, and no row passes M.
     """
     lines = [
         ".reg .pred in, wide, here, some; .reg .b64 at, stride;",
@@ -101,7 +102,7 @@ def _ask(part, m_sizes, m_sizes_step, M, E, TEXT: tl.constexpr, BLOCK_M: tl.cons
 
 @triton.jit
 def find(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
-    """(whether there is such a tile, its expert, row tile, column tile, the expert's first and end row), E up to 512.
+    """(whether the tile exists, its expert, row tile, column tile, the expert's first and end row), E up to 512.
 
     If m_sizes sum to more than M, and M is at least 2^26, an expert may get rows of others.
     """

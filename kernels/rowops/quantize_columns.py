@@ -23,12 +23,12 @@ _WORDS: gl.constexpr = gl.constexpr(32)  # of four codes, of a column and group
 _PAIRS: gl.constexpr = gl.constexpr(64)  # of neighbouring columns of a tile
 _AHEAD: gl.constexpr = gl.constexpr(4)  # blocks of columns for which a program looks up its rows once
 _MOST: gl.constexpr = gl.constexpr(448.0)  # the largest e4m3 number
-_LEAST: gl.constexpr = gl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite, 0 times that NaN
+_LEAST: gl.constexpr = gl.constexpr(2.0**-126)  # least scale: a smaller one's inverse is infinite, times 0 NaN
 
 
 @gluon.jit
 def factor_of(most):
-    """The scale of elements of which ``most`` is the largest magnitude."""
+    """The scale of elements whose largest magnitude is ``most``."""
     factor = most * (1.0 / _MOST)
     return gl.where(factor > 0, gl.maximum(factor, _LEAST), 1.0)
 
@@ -42,7 +42,7 @@ def _smaller(first_a, second_a, first_b, second_b):
 def locate(group, group_ends, ends, M):
     """The first row of a group of 128 rows, and the end of its expert's rows."""
     done = group_ends <= group
-    # What the groups up to an expert have room for beyond its rows never falls from an expert to the next.
+    # ends - group_ends * GROUP never rises from an expert to the next, so its minimum is the latest complete expert's.
     spare, end = gl.reduce((gl.where(done, ends - group_ends * GROUP, 0), gl.where(done, M, ends)), 0, _smaller)
     return group * GROUP + spare, end
 

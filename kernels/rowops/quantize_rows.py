@@ -1,4 +1,4 @@
-"""Rows of x as codes: e4m3 with a scale for each row, for products whose w has a scale a row, too."""
+"""Rows of x as codes: e4m3 with a scale for each row, for products whose w also has a scale for each row."""
 
 from __future__ import annotations
 

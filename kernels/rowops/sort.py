@@ -11,8 +11,8 @@ _ADDS: tl.constexpr = tl.constexpr(2)
 _PLACES: tl.constexpr = tl.constexpr(4)
 _BINS: tl.constexpr = tl.constexpr(512)  # the most experts
 _FEW_BINS: tl.constexpr = tl.constexpr(256)
-_CHUNKS: tl.constexpr = tl.constexpr(128)  # of which the counts are added up at a time, for
-_COLUMNS: tl.constexpr = tl.constexpr(32)  # so many experts
+_CHUNKS: tl.constexpr = tl.constexpr(128)  # chunks whose counts are added up at a time
+_COLUMNS: tl.constexpr = tl.constexpr(32)  # experts whose counts are added up at a time
 _OTHERS: tl.constexpr = tl.constexpr(16)  # slots that each slot of a chunk is compared with at a time
 
 

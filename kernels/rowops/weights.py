@@ -24,7 +24,7 @@ _LOOKS: tl.constexpr = tl.constexpr(16)
 _E4M3: tl.constexpr = tl.constexpr(0)
 _E2M1: tl.constexpr = tl.constexpr(1)
 _INT4: tl.constexpr = tl.constexpr(2)
-_PART: tl.constexpr = tl.constexpr(32)  # rows of a tile with a scale that are read at once, but for bf16
+_PART: tl.constexpr = tl.constexpr(32)  # rows of a tile with one scale that are read at a time, except in bf16
 _OF_BLOCK: tl.constexpr = tl.constexpr(0)  # SCALE: an fp32 scale for each tile
 _OF_ROW: tl.constexpr = tl.constexpr(1)  # an fp32 scale for each row
 _E8M0: tl.constexpr = tl.constexpr(2)  # this and all below: a scale for each GROUP columns of a row
@@ -418,7 +418,7 @@ def _groups(tensors, sizes, flags, KIND: tl.constexpr, FORMAT: tl.constexpr, ROW
 
 @triton.jit
 def _tiles(tensors, sizes, flags, CONVERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Quantise a tile of bf16 that has one scale: read once, and kept in registers as it is."""
+    """Quantise a tile of bf16 that has one scale: w is read once, and kept in registers as bf16."""
     w, words, scales, _, _ = tensors
     rows, columns, _, _ = sizes
     expert, row, first = _tile_of(rows, columns, ROWS, BLOCK, ROWS)
@@ -438,7 +438,7 @@ def _tiles(tensors, sizes, flags, CONVERTS: tl.constexpr, ROWS: tl.constexpr, BL
 
 @triton.jit
 def _wholes(tensors, sizes, flags, KIND: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Quantise a tile, or whole rows, that have a scale each, a part at a time: read twice, from DRAM once."""
+    """Quantise a tile with one scale, or whole rows with a scale each, in parts: w is read twice, from DRAM once."""
     w, words, scales, _, _ = tensors
     rows, columns, _, _ = sizes
     WIDE: tl.constexpr = BLOCK // 16
