@@ -111,7 +111,7 @@ def _codes(
 
 
 def _room_along_m(like: torch.Tensor, C: int, M: int, E: int, blocks: bool, executor: EagerExecutor) -> ColumnCodes:
-    """New memory for codes along M, which nothing is written to."""
+    """New, uninitialised memory for codes along M."""
     of_codes, of_scale = partial(_codes_size, C, E), partial(_scale_size, C // GROUP if blocks else C, E)
     codes = executor.new(like, of_codes(M), torch.float8_e4m3fn, per=of_codes)
     return ColumnCodes(codes, executor.new(like, of_scale(M), torch.float32, per=of_scale), M)
@@ -281,7 +281,7 @@ def blocks(
 
 
 def _room(like: torch.Tensor, E: int, N: int, K: int, executor: EagerExecutor) -> ExpertWeights:
-    """New prepared weights, whose memory nothing is written to."""
+    """New prepared weights with uninitialised memory."""
     codes = executor.new(like, (E, N // 64, K // 64, 64, 4, 4), torch.int32, per=0)
     scale = executor.new(like, (E, N // GROUP, K // GROUP), torch.float32, per=0)
     return ExpertWeights("fp8_block", codes, scale)

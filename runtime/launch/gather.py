@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def in_range(index: torch.Tensor, x: torch.Tensor, divisor: int) -> torch.Tensor:
-    """The index as the pass may read it: one that x has no row for becomes another, whose row is not used."""
+    """The index with out-of-range entries replaced, so that the row kernel can read it; their rows are not used."""
     return index.clamp(0, x.shape[0] * divisor - 1)
 
 

@@ -1,6 +1,6 @@
 """Make a launcher of a loaded GEMM variant, with the arguments that all its launches share and its grid.
 
-``driver/launcher.py`` makes the launcher of what the kernel's entry declares (kernels/entry.py).
+``driver/launcher.py`` makes the launcher from the kernel's entry (kernels/entry.py).
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def kernel_for_gated(call: Rows) -> ProductKernel | None:
     step = index_step(call)
     aligned = _aligned(call, 0, N // 2, N // 2)  # new memory is aligned
     device = x.get_device()
-    # (Rows whose index is out of range are not asked for.)
+    # (Rows whose index is out of range need no result.)
     first = call._replace(loose=True).may_gather_first(aligned)
     checks = call.bounds is None
     fixed = (
@@ -245,7 +245,7 @@ def kernel_for_weight(
     strict: bool | None,
     bucket: int | None,
 ) -> ProductKernel | None:
-    """The kernel for dW; ``bucket`` is that of the rows that it is chosen for, None for that of all rows."""
+    """The kernel for dW; ``bucket`` is the bucket of rows to choose for, None for the bucket of all rows."""
     E, N, K = dw.shape
     bucket, size = bucket or bucket_of(x.shape[0]), x.element_size()
     pointers = (dy.data_ptr(), x.data_ptr(), dw.data_ptr())

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..driver.rowops import RowOpLauncher
     from .gemm import Fused, LoadedKernel
 
-_MADE = {"used": "bounds", "scale": "codes"}  # the operands of a row kernel that makes codes; scales lie behind them
+_MADE = {"used": "bounds", "scale": "codes"}  # operands of a row kernel that makes codes; scales follow codes in memory
 
 _MOST_APART = (1 << 31) - 1
 

@@ -1,4 +1,4 @@
-"""The passes over rows around the GEMMs, by a bundle's kernels: found once, launched with plain numbers.
+"""Launch the row kernels around the GEMMs from a bundle: found once, launched with plain numbers.
 
 No choice names them: the best that is there runs. Where no bundle has one, the caller's torch does the same.
 """

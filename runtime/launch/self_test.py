@@ -72,7 +72,7 @@ def self_test(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) ->
 
 
 def complaint(path: str, variant: Variant, local: LocalGpu, why: str) -> str:
-    """The one line about code that is wrong: all that a maintainer needs."""
+    """The log line about a wrong kernel, with all that a maintainer needs."""
     name = path.rpartition("/")[2]
     return printable(
         f"pretuned: wrong on this GPU and left out from now on (another kernel, or torch, runs instead): "

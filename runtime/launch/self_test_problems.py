@@ -161,7 +161,7 @@ _COUNTS = torch.tensor((37, 0, 300, 1, 2, 24), dtype=torch.int32, device="cpu") 
 _E, _USED = 6, 364
 _M, _TOP_K = 370, 2  # the last 6 rows belong to no expert; sorted rows for each row of x, where they are gathered
 _NAN_ROW, _NAN_TOKEN = 338, 100  # the first row of the fifth expert; a row of x that is gathered
-_ROOM = 304  # rows from one expert to the next, where they lie apart
+_ROOM = 304  # rows from an expert's first row to the next expert's, in problems with gaps
 _RANK = 72  # of a low-rank part: more than a step of a reduction, and no whole one
 _MOVED = Fusion.WEIGHT | Fusion.BIAS
 _CALLS = {
@@ -236,7 +236,7 @@ def _launched(
     """The result of a launch, with a row of memory before it and a row after it."""
     placed = here.put(_full(rows + 2, columns, dtype=_TORCH[variant.dtype]), aligned=variant.alignment > 1)
     m_sizes, addresses = here.put(_COUNTS), _addresses({"M": _M} | words)
-    for _ in range(2):  # what it counts with is as it was
+    for _ in range(2):  # twice, as the counter must be zero again
         launch(placed[1:].data_ptr(), m_sizes.data_ptr(), here.stream, **addresses)
     return placed
 
@@ -306,7 +306,7 @@ def _call(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, fusion: Fu
 
 
 def _in_place(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
-    """y of codes that lie apart, with NaN between them: padded, at starts, and stored without padding."""
+    """y of codes with gaps between experts' rows that hold NaN: padded, at starts, and stored without padding."""
     variant, on, R = kernel.variant, _operands(kernel.variant, here), _E * _ROOM
     columns, K = on.w_values.shape[1:]
     of_x = variant.dtype.precision.x.scale
@@ -436,7 +436,7 @@ class _RowKernel:
 
 
 def _of_experts(rows: torch.Tensor) -> torch.Tensor:
-    """``rows`` of slots that have an expert; anything in the other slots, and nothing behind them."""
+    """``rows`` of slots with an expert; other slots may hold anything, and memory after them must stay as it is."""
     return torch.cat([rows[:_HAVE], _full(_SLOTS - _HAVE, rows.shape[1], value=_ANY), _full(1, rows.shape[1])])
 
 
@@ -522,7 +522,7 @@ def _combine(on: _RowKernel) -> _Checks:
 
 
 def _place_rows(on: _RowKernel) -> _Checks:
-    """The rows of experts that lie apart, at starts of their own and at steps of ``room``."""
+    """The rows of experts with gaps between them, at starts of their own and at steps of ``room``."""
     M, room, E = 3 * on.block + 7, on.block + 2, 4
     sizes = torch.tensor([room + 5, 0, 3, -1], dtype=torch.int64, device="cpu")
     own = torch.tensor([2 * on.block, 1, M - 2, 0], dtype=torch.int64, device="cpu")

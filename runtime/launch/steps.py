@@ -259,7 +259,7 @@ def resolve_weight(
 
 
 def _product(kernel: ProductKernel, call: Rows, fusion: Fusion, stride_y: int, index_end: int) -> Product:
-    """``fusion`` is what the call does, in the kernel's words."""
+    """The steps of a product; ``fusion`` is in the kernel's terms."""
     x, zeroes = call.x, kernel.launcher.zeroes
     if kernel.quantize is not None:
         return _quantised_product(kernel, kernel.quantize, call, fusion, (stride_y, index_end))

@@ -135,7 +135,7 @@ class AdaptedGemm(torch.autograd.Function):
         index: torch.Tensor | None,
         how: Adapted,
     ) -> torch.Tensor:
-        """The product; what a gradient needs is saved."""
+        """Run the product, and save the tensors that its gradient needs."""
         note_mode(ctx)
         form, sizes, scale, plan = how
         adapter = LowRank(A, B, scale)
@@ -200,7 +200,7 @@ def wanted(needs_input_grad: tuple[bool, ...], form: Form) -> Needs:
 def backward(
     call: Call, dy: torch.Tensor, x: torch.Tensor | None, needs: Needs, executor: EagerExecutor = EAGER
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of x, w, topk_weights and bias that ``needs`` asks for. x may be None if only its own is."""
+    """The gradients of x, w, topk_weights and bias that ``needs`` asks for. x may be None if only dx is needed."""
     return with_adapter(call, dy, x, needs, None, None, executor)[:4]
 
 

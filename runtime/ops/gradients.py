@@ -113,7 +113,7 @@ def grad_x_and_weights(
 def grad_w_and_bias(
     call: Call, dy: GradY, x: torch.Tensor | None, *, bias: bool, executor: EagerExecutor = EAGER
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dw as w lies, dense (with x, ``sorted_x``), and dbias [E, N]: dW with ones for x. Without rows it is zero.
+    """dw in w's layout, dense (with x, ``sorted_x``), and dbias [E, N]: dW with ones for x. Without rows it is zero.
 
     Rows whose index is out of range are zero in the gathered operand. The sorted operand must be finite there: masking
     it would cost every call a launch.
@@ -142,7 +142,7 @@ def grad_w_and_bias(
 def grad_adapter(
     call: Call, dy: GradY, x: torch.Tensor, beside: Beside, u: torch.Tensor, executor: EagerExecutor = EAGER
 ) -> LowRankGradients:
-    """dA [E, r, K] and dB [E, N, r]; x is sorted (``sorted_x``), and u [M, r] what the forward made of it."""
+    """dA [E, r, K] and dB [E, N, r]; x is sorted (``sorted_x``), and u [M, r] is x @ A.T from the forward."""
     flat, bucket = call.flat_weights(dy.rows), call.form.bucket
     dB = weight(dy.gathered, _scaled(call, u, flat), call.m_sizes, bucket=bucket, executor=executor)
     return LowRankGradients(
@@ -210,7 +210,7 @@ def _grad_rows(
 
 
 def _places(m_sizes: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """int32 [M]: the sorted row of each of M slots, -1 of one that takes no part; index [M]."""
+    """int32 [M]: the sorted row of each of M slots, -1 for a slot that takes no part; index [M]."""
     from ...kernels import reference
 
     M = index.shape[0]

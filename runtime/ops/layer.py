@@ -47,8 +47,9 @@ GATED_IN_PRODUCT = RowActivation(
     Activation("silu"), gated=True, interleaved=False
 )  # the activation that a product's epilogue supports
 NO_ADAPTERS = Adapters(None, None)
-Forward: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]"  # see forward
-_H = "x @ gate_up_weight.T"  # what an error calls h
+# The results of ``forward``.
+Forward: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]"
+_H = "x @ gate_up_weight.T"  # the name of h in errors
 _ONES = 8  # columns that sum dh's rows, or weigh dout's: 16 bytes of a 16-bit type
 
 
@@ -371,7 +372,7 @@ def with_adapters(
     narrow: Narrow,
     executor: EagerExecutor = EAGER,
 ) -> tuple[tuple[torch.Tensor | None, ...], tuple[LowRankGradients | None, LowRankGradients | None]]:
-    """The gradients, and those of adapters for which there is what the forward kept, ``narrow``."""
+    """The gradients, and those of the adapters whose forward results are in ``narrow``."""
     x, parameters, weights, h, adapters, narrow = as_saved(
         layer, dout, x, parameters, weights, h, routing, adapters, narrow
     )

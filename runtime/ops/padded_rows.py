@@ -41,7 +41,7 @@ _ONES = 8  # columns of a matrix of ones that sums dy's rows: 16 bytes in bf16
 
 
 class Placed(NamedTuple):
-    """The rows that are there, of R: ``index`` int32 [R], of which the first ``bounds[E]`` count, any row after them.
+    """The rows of experts among R rows: ``index`` int32 [R] lists them first, ``bounds[E]`` of them, then any rows.
 
     ``m_sizes`` int32 [E] are the counts, brought into range, ``bounds`` int32 [E+1] their sums.
     """
@@ -52,7 +52,7 @@ class Placed(NamedTuple):
 
 
 class How(NamedTuple):
-    """All of a product that is no tensor; ``bucket`` is that of the rows that are expected (``Rows.expected``)."""
+    """The non-tensor arguments of a product; ``bucket`` is the bucket of the expected rows (``Rows.expected``)."""
 
     reads: bool
     writes: bool
@@ -255,7 +255,7 @@ class PaddedGemm(torch.autograd.Function):
         how: How,
         scale: float,
     ) -> torch.Tensor:
-        """The product; what a gradient needs is saved."""
+        """Run the product, and save the tensors that its gradient needs."""
         adapter = None if A is None or B is None else LowRank(A, B, scale)
         y, u = product(x, w, placed, how, bias, adapter)
         needs_x, needs_w, _, *low = ctx.needs_input_grad[:5]
@@ -268,7 +268,7 @@ class PaddedGemm(torch.autograd.Function):
             B,
             u if learns else None,
         )
-        ctx.call = placed, how, scale, w.shape, x.shape  # (new tensors of this call: no hook gets them)
+        ctx.call = placed, how, scale, w.shape, x.shape  # new tensors of this call: hooks don't get them
         return y
 
     @staticmethod
@@ -311,7 +311,7 @@ class PackedActivation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor, act: RowActivation, bounds: torch.Tensor) -> torch.Tensor:
-        """The activation of the rows that are there."""
+        """Run the activation on the packed rows."""
         ctx.save_for_backward(h)
         ctx.call = act, bounds, h.shape
         return activation.forward(h, act, bounds)

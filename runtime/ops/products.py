@@ -246,7 +246,7 @@ def weight(
     """dw[g] = dy[rows of g].T @ x[rows of g], [E, N, K] or [E, K, N] in x's dtype; zeros for an expert without rows.
 
     dy [M, N] and x [M, K] in the sorted order. ``strict`` overrides PRETUNED_STRICT.
-    ``bucket`` is that of the rows that a kernel is chosen for, if it is not M's.
+    ``bucket`` is the bucket of rows that a kernel is chosen for, if it is not M's.
     """
     if layout is Layout.KN:  # dw[g].T: the operands change places
         return weight(x, dy, m_sizes, pin=pin, strict=strict, bucket=bucket, executor=executor)
@@ -375,9 +375,9 @@ def rows_in_place(call: Rows, executor: EagerExecutor = EAGER, y: torch.Tensor |
 
 
 def gated_rows(call: Rows, executor: EagerExecutor = EAGER) -> torch.Tensor | None:
-    """silu(gate) * up of this product, [M, N/2], by one kernel; None where ``resolve_gated`` has none.
+    """silu(gate) * up of this product, [M, N/2], by one kernel; None if ``resolve_gated`` returns None.
 
-    Rows of no expert hold anything, and so do those of an index out of range.
+    Rows of no expert hold anything, and so do rows with an index out of range.
     """
     if not (call.M and call.x.numel() and all(call.sizes)) or not tensors.on_gpu(call.x):
         return None

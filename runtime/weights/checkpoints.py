@@ -152,7 +152,7 @@ def _matrices(tensors: Mapping[str, torch.Tensor], part: str | None) -> list[lis
 
 
 def _modules(layer: str, expert: int | None, projection: str) -> tuple[str, ...]:
-    """The names that a config may have for a matrix: of stacked ones also what they were before."""
+    """The names that a config may have for a matrix; for stacked matrices also the names before stacking."""
     if expert is not None:
         return quantization.names_of(f"{layer}{expert}.{projection}")
     single = {"gate_up_proj": ("gate_proj", "w1"), "": ()}.get(projection, (projection,))
@@ -225,7 +225,7 @@ def _stacked(readers: list[_Reader], named: list[list[_Matrix]]) -> Quantised:
 
 
 def _beside(parts: list[Quantised], format: str) -> Quantised:
-    """Gate and up in one matrix: the rows of the one, then those of the other."""
+    """Gate and up joined into one matrix: gate's rows, then up's."""
     first = parts[0]
     if len(parts) == 1:
         return first

@@ -1,4 +1,4 @@
-"""The quantised weights of a layer's experts as one thing: what ``grouped_gemm`` and ``moe_mlp`` take for w."""
+"""The quantised weights of a layer's experts as one object, which ``grouped_gemm`` and ``moe_mlp`` take as w."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from .codes import E4M3_MOST, Quantised, pack, unpack
 
 BLOCK = 64  # rows of w, and elements of K, in a block
 _Move: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-# Of each code of a half: (mask of its bits, where they go to, as shifts to the left).
+# For each code of a half-word: (mask of bits, their shift to the left) of each group of bits.
 _Places = tuple[tuple[tuple[int, int], ...], ...]
 _PLACES: dict[str, _Places] = {
     "e2m1": (
@@ -47,11 +47,11 @@ _PLACES: dict[str, _Places] = {
     "int4": tuple(((15, 4 * i),) for i in range(4)),
     "e4m3": (((0xFF, 8),), ((0xFF, 0),)),  # whole, as the tensor core reads them
 }
-# A larger scale has no room in bf16 beside the 2^126 or 2^120 that codes are made too small by.
+# Largest e8m0 codes of scales: kernels multiply scales by 2^126 or 2^120 in bf16, as their codes are too small by this.
 _MOST_E8M0 = {"e2m1": 128, "e4m3": 134}
 ZERO = 8  # the zero point of int4 formats that store none
 _MOST_ZERO = 15  # kernels read zero points of four bits
-_MOST_INT4 = 1024.0  # scales are made 2^117 of theirs in bf16: room to spare for what rounding to bf16 adds
+_MOST_INT4 = 1024.0  # kernels multiply scales by 2^117 in bf16; with a margin for rounding
 _E4M3_NAN = 0x7F
 _E4M3_SHIFT = 120  # kernels' bf16 of e4m3 codes is too small by 2^120
 _CHUNK_BYTES = 32 << 20  # bytes moved at once, or one expert if it is larger

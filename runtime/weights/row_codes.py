@@ -1,4 +1,4 @@
-"""Rows of x as a product that quantises x reads them: what ``RowOp.QUANTIZE`` writes, in torch, and back."""
+"""Quantise rows of x in torch to the memory layout of ``RowOp.QUANTIZE``, and dequantise them."""
 
 from __future__ import annotations
 
