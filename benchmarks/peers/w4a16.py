@@ -1,6 +1,6 @@
 """Quantised weights and x in bf16, by others: triton_kernels (mxfp4), vLLM's Marlin (4 bits, mxfp8) and Humming.
 
-Each takes the folder of the package vllm, a product and the tokens, prepares the weights as that library does, and
+Each takes the folder of the package vllm, a product and the tokens, prepares the weights as its library does, and
 returns the function that makes a cell's calls, by name. Weights are the product's own, so every result can be tested.
 """
 

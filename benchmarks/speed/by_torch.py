@@ -3,7 +3,7 @@
     python benchmarks/run.py by_torch --out by-torch-h100.json    # 90 s on a GPU; exit code 1 if a call is slower
 
 Measures the shipped kernels for E=32, N=2048 and five K, forward and dX, at 1,024 and 8,192 tokens, as ``aot measure``
-does, builds a bundle of that, and times the public calls from that bundle. All take turns in CUDA graphs: the call,
+does, builds a bundle from these times, and times the public calls from it. All take turns in CUDA graphs: the call,
 the bundle's kernel alone (of the forward, through ``out``), torch's grouped_mm with offsets made beforehand, and
 grouped_mm after one cumsum, as a caller with m_sizes needs it. The call has to reach 0.98 of the last one's speed.
 ``around`` is what the call adds to a bare grouped_mm where torch runs it: AROUND_TORCH_NS of aot/choose/choices.py.

@@ -127,7 +127,7 @@ class VllmTriton(Library):
 
 
 class TritonKernels(Library):
-    """matmul_ogs with the routing's metadata, which kernels of its own make in each step of a server."""
+    """matmul_ogs with the routing's metadata, which its own kernels compute, as in each step of a server."""
 
     name, title, format, model = "triton_kernels", "triton_kernels", "mxfp4", "gpt-oss-20b"
     needs = ("vllm",)
