@@ -63,7 +63,7 @@ Ranked = list[_RankedCell]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The variants that ship: ``choices`` are places in ``variants``, ``losses`` the cost of shipping so few.
+    """The variants that ship: ``choices`` have indices into ``variants``, ``losses`` the cost of shipping so few.
 
     ``taken`` choices, of ``taken_cells``, were measured and are taken over from installed bundles.
     """

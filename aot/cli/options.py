@@ -210,7 +210,7 @@ def _exists(path: str) -> None:
         hint = "name a bundle, or a directory of bundles such as aot build writes"
         raise InputError(f"bundle '{printable(path)}': no such file; {hint}") from None
     except (OSError, ValueError):
-        return  # opening it says why
+        return  # opening the file reports the reason
 
 
 def count_list(option: str, text: str) -> list[int]:

@@ -137,7 +137,7 @@ def arguments_of(spec: Spec | RowOpSpec) -> tuple[tuple[str, str], ...]:
 class CompilerInputs(NamedTuple):
     """The inputs of a compilation besides the source: each argument's type, sizes of descriptors, constants.
 
-    ``rewrites`` is the digest of what rewrites its PTX, "" if nothing does.
+    ``rewrites`` is the digest of the code that rewrites the PTX; empty if none does.
     """
 
     types: dict[str, str]

@@ -35,7 +35,7 @@ _PREFIX = "pretuned-build-"
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Yield a new folder in the system's temporary directory, removed afterwards, with those of killed runs.
+    """Yield a new folder in the system's temporary directory; remove it afterwards, and folders that killed runs left.
 
     Its owner holds a lock on it, so that later runs recognise stale folders. It is named before it is made, so that an
     interrupt leaves nothing behind. Names never repeat: a run that took one for stale may still remove it.

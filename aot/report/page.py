@@ -327,8 +327,8 @@ def embedded(sheet: Sheet) -> str:
 
     ``columns`` has a list for each field, over all cells, GEMM by GEMM. Times are microseconds in five digits, 0 for
     none; ``model`` and ``second_us`` are thousandths of ``us``, ``spread`` is in thousandths. ``gemm``, ``form``,
-    ``gpu``, ``config``, ``second`` and ``plan`` are places in lists of names. ``flop`` has 2 N K of each GEMM in
-    millions; ``failures`` maps a cell's place to its failures.
+    ``gpu``, ``config``, ``second`` and ``plan`` are indices into lists of names. ``flop`` has 2 N K of each GEMM in
+    millions; ``failures`` maps a cell's index to its failures.
     """
     configs, forms, gpus, plans = _Texts(), _Texts(), _Texts(), _Texts()
     cells = sheet.cells
