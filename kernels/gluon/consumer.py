@@ -64,7 +64,7 @@ def ask(moved, row, row_end, ROWS: gl.constexpr):
 def look_up(moved, flat, row, row_end):
     """(the row of y that each row is stored to, or -1; its routing weight), from the indices that ``ask`` loads.
 
-    It is called before the product, which hides the latency; after it in code that gathers, as few tiles need it there.
+    Called before the product, which hides the latency; GATHER code calls it after the product, as few tiles need it.
     """
     _index, row_weights, _bias, _index_step, index_end, _x_divisor, flags = moved
     m = row + gl.arange(0, flat.shape[0], layout=gl.BlockedLayout([1], [32], [4], [0]))

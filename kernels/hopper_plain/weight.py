@@ -92,7 +92,7 @@ def _ask(at, first, rows, stride, columns):
 
 @gluon.jit
 def _rows_of(end, expert, EXPERTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """(how many rows an expert has, where they end)."""
+    """(number of an expert's rows, the end of its rows)."""
     i = gl.arange(0, EXPERTS, layout=LAYOUT)
     row_start = gl.max(gl.where(i < expert, end, 0), 0)
     row_end = gl.max(gl.where(i <= expert, end, 0), 0)
@@ -240,9 +240,9 @@ def _schedule(
 ):
     """The warp that announces the tiles in PINGPONG code: the loading warp has no time to look them up.
 
-    It takes a tile from the counter when the loading warp is ``near`` the end of the last one. If the loading warp did
-    this, dW took 1.01 to 1.03 x as long in the mean, and up to 1.21 x with few tiles. A tile taken as soon as the last
-    was announced made that up to 1.14 x longer (docs/inside/trials.md, tiles-drawn-late).
+    It takes a tile from the counter when the loading warp is ``near`` the end of the previous tile. If the loading warp
+    did this, dW took 1.01 to 1.03 x as long in the mean, and up to 1.21 x with few tiles. If tiles were taken as soon
+    as the previous one was announced, dW took up to 1.14 x as long (docs/inside/trials.md, tiles-drawn-late).
     """
     WARPS: gl.constexpr = 1
     MANY_ROWS: gl.constexpr = 256  # an expert

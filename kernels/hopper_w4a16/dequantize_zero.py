@@ -82,12 +82,12 @@ def zeroed_text(groups: int) -> str:
 def zeroed_turned_text(groups: int) -> str:
     """PTX: $0 and $1, two rows of w in the columns of h = 0 and 1, of the words $2 and $3.
 
-    $4 is p, $6 the warp's half of a word's codes. $8 and $9 hold the scales, and $10 says of which of two groups.
+    $4 is p, $6 the warp's half of a word's codes. $8 and $9 hold the scales, and $10 is 0 or 1, the group of a row.
     $12 has the zero points of both rows, one for each group. Codes become values as in ``zeroed_text``.
     """
     lines = [".reg .b32 t, u, v, s, l, h;"]
     lines += [f"mov.b32 l, {_bf16(133 - DOWN)}; mov.b32 h, {_bf16(129 - DOWN)};"]
-    lines += ["mad.lo.s32 u, $4, 2, $6; mad.lo.s32 u, u, 0x1111, 0x4400; prmt.b32 t, $2, $3, u;"]  # a byte of each
+    lines += ["mad.lo.s32 u, $4, 2, $6; mad.lo.s32 u, u, 0x1111, 0x4400; prmt.b32 t, $2, $3, u;"]  # a byte of each word
     if groups == 2:  # one word has two groups of two rows
         lines += ["mad.lo.s32 u, $10, 0x0101, 0x4240; prmt.b32 v, $12, 0, u;"]
     else:

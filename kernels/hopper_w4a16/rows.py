@@ -1,18 +1,18 @@
 """The grouped GEMM by rows for sm_90 with w of codes and x of bf16, warp-specialised: "mixed input" in CUTLASS's words.
 
-w's codes become bf16 in registers (dequantize.py) and are wgmma's left operand, rows of x its right one, so a tile lies
-across, BLOCK_N columns of w by BLOCK_M rows of x, and is turned back when it is stored. One warp loads codes, scales
-and x through TMA, BLOCK_K of the reduction a stage; w lies in blocks of 64 x 64. Of a tile each of two warpgroups has
-half of the columns; of a tile of 64 columns, for few rows, each has every other block of K, and the sums are added.
-Programs take tiles when they become free. The arguments are those of ``portable_plain.rows``, ``counter``, an int32
-that is zero before and after, and w's scales.
+w's codes become bf16 in registers (dequantize.py) and are wgmma's left operand, rows of x its right one. So a tile is
+transposed, BLOCK_N columns of w by BLOCK_M rows of x, and transposed back when it is stored. One warp loads codes,
+scales and x through TMA, BLOCK_K of the reduction a stage; w is stored in blocks of 64 x 64. Each of two warpgroups has
+half of a tile's columns; in a tile of 64 columns, for few rows, each has every other block of K, and the sums are
+added. Programs take tiles when they become free. The arguments are those of ``portable_plain.rows``, ``counter``, an
+int32 that is zero before and after, and w's scales.
 
-With ``DX``, dx[g] = dy[g] @ w[g]: in the kernel's words N is still the result's columns and K the reduction, so w's
+With ``DX``, dx[g] = dy[g] @ w[g]: in this kernel N is always the result's columns and K the reduction, so w's
 rows are K, and blocks of w are transposed as they become bf16.
 
-LOW_RANK code has more of the reduction after that of x and w, in steps of 64: low_x and low_w, both of bf16, as in
-kernels/hopper_plain/fitted.py. low_w is wgmma's left operand as it lies in shared memory, a tile's columns of it in a
-place of their own.
+LOW_RANK code continues the reduction after that of x and w, in steps of 64: low_x and low_w, both of bf16, as in
+kernels/hopper_plain/fitted.py. low_w is wgmma's left operand directly from shared memory, where a tile's columns of
+low_w have their own buffer.
 """
 
 from __future__ import annotations

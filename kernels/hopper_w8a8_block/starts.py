@@ -40,7 +40,7 @@ from ..gluon.pipeline import (
 
 ROWS: gl.constexpr = gl.constexpr(128)  # of a tile
 COLUMNS: gl.constexpr = gl.constexpr(256)
-GROUP: gl.constexpr = gl.constexpr(128)  # of K, and columns, that share a scale
+GROUP: gl.constexpr = gl.constexpr(128)  # elements of K, and columns, that share a scale
 BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and elements of K, in a block
 
 

@@ -1,6 +1,6 @@
-"""The row-grouped GEMM y[g] = x[g] @ w[g].T, its operands through pointers or TMA, its rows moved on the way.
+"""The row-grouped GEMM y[g] = x[g] @ w[g].T, with operands through pointers or TMA, and rows gathered or scattered.
 
-One source serves the forward and dX (dx[g] = dy[g] @ w[g]): in the kernel's words N is the result's
+One source serves the forward and dX (dx[g] = dy[g] @ w[g]): in this kernel N is always the result's
 columns and K the reduction, and ``W_KN`` says that w's columns are the contiguous ones.
 """
 
@@ -147,7 +147,7 @@ def _tile(
     k = tl.arange(0, BLOCK_K)
     if not X_TMA:
         # Rows past the end read the last row again, and what they compute is never stored. Small tiles leave them out:
-        # with one token most lie past the end, and all programs would read the same lines (0.95 x as fast:
+        # with one token most rows are past the end, and all programs would read the same lines (0.95 x as fast:
         # docs/inside/trials.md, gathered-few-rows).
         row = row_m.to(tl.int64) + tl.arange(0, BLOCK_M)
         there = row < row_end

@@ -55,8 +55,9 @@ def _tanh(x):
 
 @triton.jit
 def _act(g, flags, limit, alpha, beta):
-    """act(g) and act'(g) of a gate. But for relu2 and situ act(g) = g * s(g), where s is a sigmoid of a polynomial, or
-    gelu's own.
+    """act(g) and act'(g) of a gate.
+
+    Except for relu2 and situ, act(g) = g * s(g): s is a sigmoid of a polynomial, or for gelu (1 + erf) / 2.
     """
     kind = flags & _KIND
     near = tl.clamp(g, -_FAR, _FAR, propagate_nan=tl.PropagateNan.ALL)

@@ -57,7 +57,7 @@ def groups_of(m_sizes, m_sizes_step, M, E):
 
 @gluon.jit
 def divider(top_k):
-    """The number that ``divided`` multiplies by."""
+    """The factor top_k's inverse, 2^32 / top_k rounded up, that ``divided`` multiplies by."""
     return (gl.full([1], 1 << 32, gl.int64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) // top_k + 1).sum(0)
 
 
@@ -79,9 +79,9 @@ def quarters(tile):
 
 @gluon.jit
 def store_columns(tile, codes, scale, group, block, columns, places, flags):
-    """Codes along M of 128 rows of 128 bfloat16 numbers, in words of two: of ``group``, and the 128 columns ``block``.
+    """Quantise 128 rows (a group) by the 128 columns ``block`` along M, and store codes and scales.
 
-    A thread has four words of eight rows.
+    The tile has words of two bfloat16 numbers. A thread has four words of eight rows.
     """
     WARPS: gl.constexpr = gl.num_warps()
     REDUCED: gl.constexpr = gl.BlockedLayout([4, 1], [WARPS // 2, 64 // WARPS], [1, WARPS], [1, 0])
@@ -130,7 +130,7 @@ def largest_of_rows(tile):
 
 @gluon.jit
 def store_rows(tile, codes, scale, first, row_end, block, columns, M):
-    """Codes along K, as ``quantize`` writes them, of 128 rows from ``first`` on and the 128 columns ``block``.
+    """Quantise 128 rows from ``first`` on by the 128 columns ``block`` along K, and store codes like ``quantize``.
 
     A thread has eight words of four rows, as ``WIDE``.
     """
@@ -152,7 +152,7 @@ def store_rows(tile, codes, scale, first, row_end, block, columns, M):
 
 @gluon.jit
 def _copy(tile, at, block, inside, pairs, LAYOUT: gl.constexpr):
-    """Begin to copy words of 128 columns of rows of x that begin ``at``; zeros where ``inside`` is not."""
+    """Begin to copy words of 128 columns from rows of x at ``at``; zeros for rows not ``inside``."""
     pair = block * _PAIRS + gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, LAYOUT))
     async_load(tile, at + pair[None, :], mask=inside & (pair < pairs)[None, :])
     async_copy.commit_group()
@@ -177,7 +177,7 @@ def _quantize(
     flags,
     ROWS: gl.constexpr,
 ):
-    """Codes along M, and with ROWS along K."""
+    """Store codes along M, and with ROWS also along K."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([64 // gl.num_warps(), 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     WIDE: gl.constexpr = gl.BlockedLayout([32 // gl.num_warps(), 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])

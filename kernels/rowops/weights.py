@@ -63,9 +63,9 @@ def _load(w, first, at, there, KIND: tl.constexpr):
 
 @triton.jit
 def _half(w, first, row_at, column, there, KIND: tl.constexpr):
-    """Read half a tile: (numbers of p = 0, numbers of p = 1), each [rows, s, c]; of bf16 each is int32 with both.
+    """Read half a tile: (numbers of p = 0, numbers of p = 1), each [rows, s, c]; both are the int32 pairs for bf16.
 
-    ``first``, int64, is the expert's place, row_at [rows, 1, 1] a row's place in it, column [1, s, 1] each s's first.
+    Offsets: ``first``, int64, of the expert, row_at [rows, 1, 1] of each row in it, column [1, s, 1] of each s.
     """
     if KIND == 0:
         pairs = w.to(tl.pointer_type(tl.int32), bitcast=True) + (first >> 1)
@@ -169,7 +169,7 @@ def _invertible(factor):
 
 @triton.jit
 def _in_bf16(factor):
-    """Positive numbers as bf16 has them: bits, in int32."""
+    """Positive numbers rounded to bf16: their bits, in int32."""
     bits = factor.to(tl.int32, bitcast=True)
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
@@ -288,7 +288,7 @@ def _bytes_of(half, ELEMENTS: tl.constexpr):
 
 @triton.jit
 def _put_stored(stored, expert, row, first, rows, columns, left, right, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr):
-    """So as a checkpoint's codes."""
+    """Store both halves of a tile as a checkpoint's codes."""
     BYTES: tl.constexpr = 8 if ELEMENTS == _E4M3 else 4
     at, there = _place_stored(row, first, rows, columns, ELEMENTS, BLOCK)
     stored += expert * (rows * (columns // 8 * BYTES))
@@ -340,7 +340,7 @@ def _place_of_scale(row, first, rows, columns, flags, GROUP: tl.constexpr, GROUP
 
 @triton.jit
 def _most(parts, GROUPS: tl.constexpr, WIDE: tl.constexpr):
-    """The largest number of each group of a tile: [rows, groups]. ``parts`` are those of ``_tile``."""
+    """The largest number of each group of a tile: [rows, groups]. ``parts`` are the results of ``_tile``."""
     every = tl.maximum(tl.maximum(parts[0], parts[1]), tl.maximum(parts[2], parts[3]))
     return tl.max(tl.reshape(tl.max(every, 2), (every.shape[0], GROUPS, WIDE // GROUPS)), 2)
 
@@ -596,7 +596,7 @@ def _pairs(half):
 def _prepared_halves(
     words, expert, row, first, rows, columns, ELEMENTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """So of prepared codes."""
+    """Prepared codes of both halves of a tile, as ``_put_prepared`` has them."""
     WIDE: tl.constexpr = BLOCK // 16
     if ELEMENTS == _E4M3:
         at, there = _place_of_8(row, first, rows, columns, BLOCK)
