@@ -1,7 +1,7 @@
-"""The kernels of fp8 training, of a bundle: ``runtime/ops/fp8_codes.py`` asks for them.
+"""Launch a bundle's kernels for fp8 training, for ``runtime/ops/fp8_codes.py``.
 
 Each function returns None or False, and has launched nothing, if no usable bundle has a kernel or memory is not dense
-and aligned: torch does the same then.
+and aligned: then torch computes the result.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
     ``run(M, stream, *addresses)`` launches it for M sorted rows. ``operands`` names the tensors at these addresses, 0
     is none. ``name`` is for people. Without ``scales`` it depends on sizes of its call other than M. Without
-    ``has_rows`` it reads no rows, and M is of no account: it quantises weights.
+    ``has_rows`` it reads no rows, and M does not matter: it quantises weights.
     """
 
     run: Callable[..., None]
@@ -249,7 +249,7 @@ class SingleLaunch(NamedTuple):
 
 
 def _single_launch(written: Sequence[_Noted]) -> SingleLaunch | None:
-    """The program as ``SingleLaunch``; None for another."""
+    """The program as ``SingleLaunch``; None if it has several launches or calls torch."""
     *before, last = written or (None,)
     if not isinstance(last, _Run) or len(before) > 1 or not all(isinstance(each, _New) for each in before):
         return None
@@ -372,9 +372,9 @@ class Programs:
         return results, recorder.program(*results) if snapshot.put_off == before else None
 
     def _again(self, gradient: _Gradient, M: int, inputs: Given, loose: int = 0) -> Results | None:
-        """A gradient by its program; None where its tensors are not as the first ones were.
+        """Run a gradient's recorded program; None if its tensors differ from the recorded ones.
 
-        (Hooks on saved tensors may have made others of them.) The first ``loose`` have any number of rows.
+        Hooks on saved tensors may have replaced them. The first ``loose`` tensors have any number of rows.
         """
         program, same, there, absent, low = gradient
         some = there(inputs)
@@ -402,7 +402,7 @@ class Programs:
     ) -> Results | None:
         """The results of ``compute`` on ``inputs``, recorded; None if that was tried before, or can't be.
 
-        A later call is like it where the first ``guarded`` are, of which the first ``loose`` have any number of rows.
+        A later call matches if its first ``guarded`` tensors do; the first ``loose`` of them have any number of rows.
         """
         if needs in self._gradients or dispatch_snapshot.snapshot() is not self._snapshot():
             return None
@@ -420,14 +420,14 @@ class Programs:
             results, program = self._recorded(M, inputs, compute)
         if program is not None:
             absent, low = [i for i in range(guarded) if i not in there], [tensor.data_ptr() & LOW for tensor in some]
-            self._gradients[needs] = _Gradient(program, same, itemgetter(*there), absent, low)  # (dy and others)
+            self._gradients[needs] = _Gradient(program, same, itemgetter(*there), absent, low)  # dy and other tensors
         elif not hooks.jit_allowed() and not capturing():  # else the next call asks again
             self._gradients[needs] = None
         return results
 
 
 def remember(table: dict[object, Any], key: object, plan: Programs) -> None:
-    """Put a plan in; a full table begins anew."""
+    """Add a plan to the table; a full table is cleared first."""
     if key not in table and len(table) >= MOST_PLANS:
         table.clear()
     table[key] = plan

@@ -69,7 +69,7 @@ _advised: set[tuple[str, int]] = set()  # format and device
 
 
 def _advise(w: ExpertWeights, device: int) -> None:
-    """Say once a format and GPU that prepared weights have a faster kernel."""
+    """Log once for each format and GPU that prepared weights have a faster kernel."""
     if (w.format, device) not in _advised and not capturing():
         _advised.add((w.format, device))
         if wants_order(w, device) and w.can_be_prepared:
@@ -83,7 +83,7 @@ def _advise(w: ExpertWeights, device: int) -> None:
 def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> ProductKernel | None:
     """The kernel for a product of prepared w and a low-rank part (``product_kernels.may_add_low_part``); or None.
 
-    Rows are gathered beforehand. A forward that may quantise x has none: that is faster than this would be.
+    Rows are gathered beforehand. A forward that may quantise x gets None, because quantised x is faster.
     """
     if not w.is_prepared:
         return None
@@ -186,7 +186,7 @@ def kernel_for_codes(call: Rows, w: ExpertWeights, y: torch.Tensor) -> ProductKe
 
 
 def kernel_for_starts(call: Rows, w: ExpertWeights, y: torch.Tensor | None, stride_y: int) -> ProductKernel | None:
-    """The kernel for a product of codes where they arrive; None: their row kernel is to order them, as for any other.
+    """The kernel for a product of codes in place; None if a row kernel must order the codes first.
 
     It has no bias and zeroes nothing, and counts elements of x's scales in int32.
     """
@@ -226,7 +226,7 @@ def kernel_for_starts(call: Rows, w: ExpertWeights, y: torch.Tensor | None, stri
 
 
 def starts_words(starts: Starts, scale: torch.Tensor) -> dict[str, int]:
-    """The numbers of a launch of codes where they arrive."""
+    """The numbers of a launch that reads codes in place."""
     step = 0 if starts.first is None else 2 if starts.first.dtype is torch.int64 else 1
     apart = scale.stride(0) if scale.dim() == 3 else starts.room * scale.stride(0)
     return {
@@ -319,7 +319,7 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Prod
 
 
 def _by_codes(problem: Problem, dtypes: tuple[DType, ...]) -> Problem | None:
-    """The problem of a kernel that quantises x itself; None where there is none."""
+    """The problem of a kernel that quantises x itself; None if there is no kernel."""
     quantises = problem.op is Op.FORWARD and problem.layout is Layout.STORED and dtypes[0].quantises_x
     return problem._replace(dtype=dtypes[0]) if quantises else None
 
@@ -403,7 +403,7 @@ def _kernel_for_codes(
 ) -> LoadedKernel | None:
     """The variant for quantised x, loaded on ``cuda:device``; None where x stays as it is.
 
-    Where x is quantised, ``always`` or by the plan, the variant that the call prefers goes before it.
+    If x is quantised, ``always`` or by the plan, a variant that the call prefers precedes the plan's.
     """
     from ..dispatch.plans import of_codes, quantised_x  # here, as only a first launch needs them
     from .loader import load_first, pinned_kernel
@@ -422,7 +422,7 @@ def _kernel_for_codes(
 
 
 def bytes_of_row(K: int) -> int:
-    """Bytes for each of M rows of e4m3 codes and, behind all codes, their fp32 scales.
+    """Bytes for each of M rows of e4m3 codes and, after all codes, their fp32 scales.
 
     Scales are padded to rows of four for each 128 of K, so K / 8 bytes are room enough; one scale a row takes less.
     """
@@ -434,9 +434,9 @@ def quantize_step(
 ) -> Step:
     """codes[i], scale[:, i] = quantised x[i], or with ``top_k`` x[index[i] // top_k], of dense x [T, columns].
 
-    The codes are e4m3 [M, columns]. Behind them (``bytes_of_row``) are the scales, fp32 [columns / 128, M], or [M] with
-    one scale a row. ``used``: ``rowops.used`` of the step's bounds. ``index`` names the operand of indices, each in
-    [0, T * top_k).
+    The codes are e4m3 [M, columns]. After them in memory (``bytes_of_row``) are the scales, fp32 [columns / 128, M], or
+    [M] with one scale a row. ``used``: ``rowops.used`` of the step's bounds. ``index`` names the operand of indices,
+    each in [0, T * top_k).
     """
     columns, (behind, flags) = x.shape[1], used
     picked = f", {top_k} of each" if top_k else ""
@@ -491,7 +491,7 @@ def order_step(
 def activation_step(launch: RowOpLauncher, columns: int, act: tuple[int, Activation], used: tuple[int, int]) -> Step:
     """codes[i], scale[:, i] = quantised act(x[i]), of dense x [M, columns], with a gate [M, 2 * columns].
 
-    ``act`` are the flags of the activation, and itself; ``used`` and the codes are as ``quantize_step`` has them.
+    ``act`` is (the activation's flags, the activation); ``used`` and the codes are as in ``quantize_step``.
     """
     (behind, flags), (kind, function) = used, act
     numbers: dict[str, Any] = {"columns": columns, "flags": flags | kind, **function.words}

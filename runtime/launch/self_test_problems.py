@@ -431,7 +431,7 @@ class _RowKernel:
         return self._place.put(host.to(self.dtype), aligned=self._aligned)
 
     def results(self, columns: int) -> torch.Tensor:
-        """Memory for a row of each slot, and a row behind them."""
+        """Memory for a row of each slot, and a row after them."""
         return self.rows(_full(_SLOTS + 1, columns))
 
 
@@ -496,7 +496,7 @@ def _activation_grad(on: _RowKernel) -> _Checks:
 
 
 def _with_slopes(h: torch.Tensor, da: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """act(h) and act'(h) * da in float32, of float64. The slopes are differences: a child of fork has no autograd."""
+    """act(h) and act'(h) * da in float32, computed in float64, with slopes as differences: a fork has no autograd."""
     _, gated, interleaved = how
     columns = torch.arange(h.shape[1], device="cpu")
     gates = columns % 2 == 0 if interleaved else columns < h.shape[1] // (1 + gated)
@@ -508,7 +508,7 @@ def _with_slopes(h: torch.Tensor, da: torch.Tensor, *how: Any) -> tuple[torch.Te
 
 
 def _combine(on: _RowKernel) -> _Checks:
-    """out[t] = the sum over t's slots of weight * (y[place] + bias[expert]), of those that have a place."""
+    """out[t] = the sum over t's slots with a place of weight * (y[place] + bias[expert])."""
     C, E = on.columns, 5
     place = torch.where(on.order < _HAVE, on.order, -1)
     here, weights = place >= 0, on.draw.normal(_SLOTS)
@@ -597,7 +597,7 @@ def _codes(on: _RowKernel, columns: int, scale: Scale, rows: int = _SLOTS) -> di
 
 
 def _codes_are(on: _RowKernel, what: str, results: dict[str, torch.Tensor], rows: torch.Tensor, of_x: Scale) -> _Checks:
-    """Checks that results are codes and scales of ``rows``, and nothing behind them."""
+    """Check that results are codes and scales of ``rows``, and that memory after them is untouched."""
     on.wait()
     codes, scale, these, M = results["codes"].cpu(), results["scale"].cpu(), slice(0, len(rows)), len(rows)
     got = values_of_rows(codes[:M].view(torch.float8_e4m3fn), scale, these)
@@ -740,12 +740,12 @@ def _run(on: _RowKernel, w: torch.Tensor, flags: int, /, **words: torch.Tensor |
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes."""
+    """A tensor's bytes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _room(on: _RowKernel, like: torch.Tensor) -> torch.Tensor:
-    """Memory for a result, and bytes behind it."""
+    """Memory for a result, and bytes after it."""
     return on.words(torch.cat([torch.full_like(_raw(like), 0x5A), _AFTER]))
 
 

@@ -1,7 +1,7 @@
 """A checked product as steps: row kernels that must run first, then the GEMM's launch.
 
-``resolve`` is asked for every product of rows, and ``resolve_weight`` for dW. ``product_kernels.py`` finds the
-kernel. A kind of product beside these has a function there, and the words of its launch in ``_row_step``.
+``resolve`` handles every product of rows, ``resolve_weight`` dW. ``product_kernels.py`` finds the
+kernel. Another kind of product has a function there, and its launch's arguments in ``_row_step``.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def resolve_wide(call: Rows) -> tuple[Product, int] | None:
 def resolve_gated(call: Rows) -> Product | None:
     """The steps that store silu(gate) * up of this product into a new [M, N/2].
 
-    None where no bundle has a kernel that pays (``dispatch/plans.py``), and for a call with anything beside a gather.
+    None where no bundle has a kernel that pays (``dispatch/plans.py``), and for a call with any fusion except a gather.
     """
     kernel = kernel_for_gated(call)
     columns = call.sizes[1] // 2
@@ -171,7 +171,7 @@ def resolve_gated(call: Rows) -> Product | None:
 def resolve_activated(call: Rows, act: tuple[int, Activation], y: torch.Tensor | None = None) -> Product | None:
     """The steps of a product of act(x) into dense y [M, N], or new memory, by the row kernel that quantises act(x).
 
-    ``act`` are the flags of the activation, and itself. None where x is not to be quantised, or no bundle has the row
+    ``act`` is (the activation's flags, the activation). None where x is not to be quantised, or no bundle has the row
     kernel.
     """
     w = call.w
@@ -189,7 +189,7 @@ def resolve_activated(call: Rows, act: tuple[int, Activation], y: torch.Tensor |
 
 
 def resolve_made_codes(call: Rows) -> Step | None:
-    """The step of a product of rows whose codes are there, in the operand ``codes``, into new memory.
+    """The step of a product of rows whose codes are in the operand ``codes``, into new memory.
 
     ``call.x`` are rows of as many columns as the codes have. None where x is not to be quantised.
     """
@@ -206,7 +206,7 @@ def resolve_made_codes(call: Rows) -> Step | None:
 
 
 def resolve_in_place(call: Rows, y: torch.Tensor | None) -> Product | None:
-    """The step of a product of codes at ``call.starts`` into y, or new memory; None: other steps are to do it."""
+    """The step of a product of codes at ``call.starts`` into y, or new memory; None if other steps must run it."""
     from .quantised import kernel_for_starts, starts_words
 
     if isinstance(call.w, torch.Tensor) or call.starts is None or call.x_scale is None:
@@ -328,7 +328,7 @@ def _of_codes(kernel: ProductKernel, before: Step, call: Rows, left: Fusion, wor
 
 
 def _codes_step(kernel: ProductKernel, call: Rows, left: Fusion, words: tuple[int, int]) -> Step:
-    """The GEMM of codes of x. ``left`` is what else it does; ``words``: the stride of y's rows, where indices end."""
+    """The GEMM of codes of x. ``left``: its other fusions; ``words``: the stride of y's rows, index_end."""
     (stride_y, end), (_, _, K) = words, call.sizes
     index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
     operands, behind = {"x": _CODES, "x_scale": _CODES, "index": index}, (("x_scale", 0, K),)

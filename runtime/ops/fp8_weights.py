@@ -37,7 +37,7 @@ class _Kept(NamedTuple):
 
 
 _blocks = 0  # open blocks of all threads
-_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the caller's tensor, which this does not keep alive
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weak keys: the callers' tensors are not kept alive
 
 
 @contextlib.contextmanager

@@ -133,7 +133,7 @@ def grad_w_and_bias(
             )
     if bias:
         ones = rows_dy.new_ones((call.M, _ONES))
-        if form.permute_x and flat is None and index is not None:  # else what takes no part is zero in dy by now
+        if form.permute_x and flat is None and index is not None:  # else rows that take no part are zero in dy already
             ones.masked_fill_(((index < 0) | (index >= call.x_rows * form.topk))[:, None], 0)
         dbias = weight(rows_dy, ones, call.m_sizes, strict=False, bucket=form.bucket)[:, :, 0].contiguous()
     return dw, dbias

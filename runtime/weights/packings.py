@@ -326,7 +326,7 @@ def _int4(
 ) -> Quantised:
     """Codes [.., N, K/2], and scales and zero points [.., N, groups] in groups of 128, 64 or 32.
 
-    Groups of other multiples of 32, and of whole rows, become several that are equal.
+    A group of another multiple of 32, or of a whole row, is split into smaller groups with equal scales.
     """
     name, factors = scale
     *front, N, half = codes.shape
@@ -352,7 +352,7 @@ def _int4(
 
 
 def _repeated(factors: torch.Tensor, many: int, times: int) -> torch.Tensor:
-    """Each of the last dimension so many times, of one all; ``many`` in all."""
+    """Repeat each entry of the last dimension; a single entry fills all. ``many`` entries in all."""
     if factors.shape[-1] == 1:
         return factors.expand(*factors.shape[:-1], many)
     return factors.repeat_interleave(times, -1)[..., :many]
@@ -388,7 +388,7 @@ def _check_order(suffixes: Suffixes, name: str, act_order: bool, K: int, group: 
 
 
 def _of(suffixes: Suffixes, names: tuple[str, ...]) -> str:
-    """The first of the suffixes that is there."""
+    """The first of these suffixes that the checkpoint has."""
     return next((name for name in names if name in suffixes), names[0])
 
 
@@ -398,7 +398,7 @@ def _nibbles(words: torch.Tensor) -> torch.Tensor:
 
 
 def _contiguous(words: torch.Tensor) -> torch.Tensor:
-    """Contiguous in its strides, too: torch takes a matrix of one column for that, however they are."""
+    """Make contiguous, including the strides: torch accepts any stride in a matrix of one column."""
     if words.stride()[-1] != 1:
         return words.clone(memory_format=torch.contiguous_format)
     return words.contiguous()

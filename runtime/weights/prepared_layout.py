@@ -234,7 +234,7 @@ def _of_blocks(scale: torch.Tensor) -> torch.Tensor:
 
     They are stored twice because TMA moves at least 16 bytes. The forward reads the first copy.
     """
-    wide = scale.float() * 2.0**_E4M3_SHIFT  # exact where a kernel has room for it, and so is the rest
+    wide = scale.float() * 2.0**_E4M3_SHIFT  # exact for scales that kernels support, and so is ``rest``
     near = wide.to(torch.bfloat16)
     rest = (wide - near).to(torch.bfloat16)
     E, rows, columns = scale.shape

@@ -143,7 +143,7 @@ def quantise_into(format: str, into: Quantised, w: torch.Tensor, *, prepared: bo
     moves: list[Callable[[torch.Tensor], torch.Tensor] | None] = [None] * len(into)
     if prepared:
         order = ORDERS[format]
-        of_scale = order.prepared_scale if into.scale.dim() == PREPARED_DIMS - 1 else None  # another dtype's stay
+        of_scale = order.prepared_scale if into.scale.dim() == PREPARED_DIMS - 1 else None  # other scales stay
         moves = [order.prepared, of_scale, order.prepared_zero, None]
     for expert, of_expert in enumerate(w):
         quantised = quantise(format, of_expert.to(into.codes.device), into.scale.dtype)
