@@ -143,7 +143,7 @@ def loaded(bundle: BundleFile, op: Op, dtype: DType, form: str, sm_count: int) -
 
 
 def described(kernels: dict[int, launch_gemm.LoadedKernel]) -> dict[str, object]:
-    """Print the variants that win cells of a sweep."""
+    """The loaded variants' configs and resources by number, for the sweep's file."""
     return {
         str(n): {
             "config": dict(k.variant.config),
