@@ -208,7 +208,7 @@ def _measured_part(usable: Usable, snapshot: Snapshot, cells: Cells) -> tuple[Bu
                     variant=number[choice.variant],
                     runner_up=None if second is None else place[second],
                     runner_up_ns=None if second is None else choice.runner_up_ns,
-                    plan=(),  # the bundle that takes it over makes its own
+                    plan=(),  # the new bundle makes its own plans
                 )
             )
         if row:

@@ -80,7 +80,7 @@ def cut(ptx: str) -> str:
     Raises
     ------
     ValueError
-        if it has no such product, or another.
+        if it has no product of 256 columns, or a product of another size.
     """
     return _shorter(_moved(ptx), PINGPONG_COLUMNS)
 
