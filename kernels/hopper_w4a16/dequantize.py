@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from ..codes import CODES
 from ..gluon.pipeline import BIAS_FLAG, view
 
-INT4_DOWN = 16  # log2 of what values of int4 are too small by
+INT4_DOWN = 16  # log2 of the factor by which int4 values are too small
 NVFP4_DOWN = 10
 
 

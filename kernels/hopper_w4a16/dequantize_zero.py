@@ -30,7 +30,7 @@ from .dequantize import (
 )
 from .dequantize_transposed import _FLAT_4, _TURNED_4
 
-DOWN = 7  # log2 of what values are too small by
+DOWN = 7  # log2 of the factor by which values are too small
 _TMA_BYTES = 128  # shared memory that TMA writes to begins at a multiple of this
 
 

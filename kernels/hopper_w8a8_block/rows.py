@@ -185,8 +185,8 @@ def _multiply_scaled(
             part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
             upper += part * scale[:, None]
             if both:
-                # The sums above end here: else the compiler begins on these products before it adds those, with
-                # the registers of two products, which there are not.
+                # The sums above end here: else the compiler starts the next products before it has added these, which
+                # needs the registers of two products, more than there are.
                 upper, part = warpgroup_mma_wait(num_outstanding=0, deps=(upper, part))
                 part = warpgroup_mma(a.index(stage * 2 + 1), b_tile, part, use_acc=False, is_async=True)
                 scale = _scales(s.index(stage), (row & 3) + 64, mma) * by

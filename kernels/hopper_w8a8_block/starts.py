@@ -71,7 +71,7 @@ _TWO_WORDS: gl.constexpr = gl.constexpr("prmt.b32 $0, $2, $3, 0x1504; prmt.b32 $
 
 @gluon.jit
 def _number(words, step, i, inside):
-    """An entry of int32, or of int64 if ``step`` is 2, as int64; 0 where it is not ``inside``."""
+    """An entry of int32, or of int64 if ``step`` is 2, as int64; 0 for entries not ``inside``."""
     word = words + i * step
     low = gl.load(word, mask=inside, other=0).to(gl.int64)
     high = gl.load(word + (step - 1), mask=inside, other=0).to(gl.int64)
@@ -119,8 +119,8 @@ def _load_both(
 ):
     """The loading warp: see ``rows._load_both``.
 
-    A step's scales are copied one by one, of x for each row, then w's: a warpgroup that loads them itself waits for
-    them in each step, as it moves those of the next one into the registers of this one's.
+    A step's scales are copied to shared memory one by one: x's for each row, then w's. If a warpgroup loaded them
+    itself, it would wait in each step, because the next step's scales go into the registers of the current step's.
     """
     AHEAD: gl.constexpr = 4  # steps
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])

@@ -114,7 +114,7 @@ def find(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M: tl.constexpr, GROU
     rows = row_end - row_start
     tile_m = 0
     tile_n = tile - before * tiles_n
-    # Counts that ask for more than there is make tiles without rows.
+    # If m_sizes sum to more than M, some tiles have no rows.
     there = (expert >= 0) & (expert < E) & (tile_n < tl.cdiv(rows, BLOCK_M) * tiles_n)
     if there & (rows > BLOCK_M):
         tile_m, tile_n = place(tile_n, rows, tiles_n, BLOCK_M, GROUP_M)

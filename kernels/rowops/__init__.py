@@ -541,7 +541,7 @@ def divisibility(spec: RowOpSpec) -> dict[str, int]:
 
 
 def constants(spec: RowOpSpec, sm: int = 0) -> dict[str, int]:
-    """Return the kernel's compile-time arguments for a capability; without one those that any GPU can run."""
+    """Return the kernel's compile-time arguments for a capability; for 0 the arguments that any GPU can run."""
     if spec.op in WEIGHT_OPS:
         return _format_constants(spec, sm)
     rows = {"ROWS": _ROWS[spec.op]} if spec.op in _ROWS else {}

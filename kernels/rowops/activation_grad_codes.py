@@ -157,7 +157,7 @@ def activation_grad_codes(
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         PART: gl.constexpr = gl.BlockedLayout([16 // WARPS, 4], [2, 16], [WARPS, 1], [1, 0])
         OF_ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-        # gate, up and da, in whose places dgate, dup and a come
+        # gate, up and da, which dgate, dup and a overwrite
         parts = gl.allocate_shared_memory(gl.int32, [3 * _PARTS, _PART, _PAIRS], PLAIN)
         tiles = view(parts, gl.int32, [3, GROUP, _PAIRS], PLAIN)
         weights = gl.allocate_shared_memory(gl.float32, [_PARTS, _PART], FLAT)

@@ -108,7 +108,7 @@ def _near(value, inverse, MOST: tl.constexpr, LEAST: tl.constexpr, BITS: tl.cons
     binade = (tl.maximum(size, LEAST).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     STEPS: tl.constexpr = 2.0 ** (23 - BITS)
     bits = (binade * STEPS + size).to(tl.int32, bitcast=True)
-    return bits + (bits >> (23 - BITS))  # its last bits count steps, its exponent binades
+    return bits + (bits >> (23 - BITS))  # the last bits count steps, the exponent powers of two
 
 
 @triton.jit
