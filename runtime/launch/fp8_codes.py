@@ -126,7 +126,7 @@ def _scale_size(scales: int, E: int, M: int) -> tuple[int, ...]:
 
 
 def _along_m(launch: RowOpLauncher, name: str, *, E: int, columns: int, rows: int = 1, **numbers: Any) -> Step:
-    """A launch that writes codes along M; it reads ``places``, a number of M. Scales along K are behind their codes."""
+    """A launch that writes codes along M; ``places`` has an entry for each row. Scales along K follow their codes."""
     operands = tuple("codes" if operand == "scale" else operand for operand in launch.operands)
     behind = (("scale", 0, rows * columns),) if "scale" in launch.operands else ()
 
@@ -161,7 +161,7 @@ def gradient_codes(
 ) -> GradientCodes | None:
     """``activation.gradient`` of h [M, 2*I] with a gate before up, as codes.
 
-    With ``blocks`` 128 columns of dh share a scale along M, else of a. ``act``: the activation's flags, and itself.
+    With ``blocks`` 128 columns of dh share a scale along M, else of a. ``act``: (its flags, the activation).
     """
     (M, I), E, device = da.shape, m_sizes.shape[0], h.get_device()  # noqa: E741
     launch = rowops.launcher(RowOp.ACTIVATION_GRAD_CODES, DType.BF16, device, aligned=True)
@@ -227,7 +227,7 @@ def grad_weight(
 
 
 def _kernel_for(E: int, N: int, K: int, M: int, m_sizes: torch.Tensor) -> ProductKernel | None:
-    """The kernel for dW of codes, and all like it."""
+    """The kernel for dW of codes, for all calls like this one."""
     device, bucket = m_sizes.get_device(), bucket_of(M)
 
     def build() -> ProductKernel | None:

@@ -33,7 +33,7 @@ def kernel(
     aligned: bool = True,
     checks: bool = False,
 ) -> LoadedKernel | None:
-    """The variant for rows gathered first, loaded on ``cuda:device``; None where the code that gathers is to run."""
+    """The variant after a row kernel that gathers, loaded on ``cuda:device``; None if a gathering variant shall run."""
     from ..dispatch.plans import rows_first  # here, as only a first launch needs them
     from .loader import load_first
 

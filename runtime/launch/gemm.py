@@ -83,7 +83,7 @@ PLAIN = Fused()
 
 
 def without_clearing(fused: Fused, variant: Variant, config: Config) -> Fused:
-    """A call's fusions, without ``zero_tail`` if a kernel that stores rows by an index can't do it, or is not to."""
+    """A call's fusions, without ``zero_tail`` if the kernel stores rows by an index and can't clear others."""
     asked = fused.beside if config.schedule.warp_specialized else fused.few
     can = asked and clears(variant.fusion, config)
     return fused._replace(zero_tail=False) if fused.fusion & _INDEXED and not can else fused
@@ -101,7 +101,7 @@ def product_launcher(
     R: int = 0,
     w_rows: int | None = None,
 ) -> ProductLauncher:
-    """A launcher of y[g] = x[g] @ w[g].T, or of dw[g] = dy[g].T @ x[g], in the kernel's words (``spec.gemm_of``).
+    """A launcher of y[g] = x[g] @ w[g].T, or of dw[g] = dy[g].T @ x[g], with the kernel's N and K (``spec.gemm_of``).
 
     ``N`` are the columns of the product and ``K`` its reduction, or dw is [E, N, K]; with SILU y has half as many
     columns. ``strides`` are w's or dw's elements from expert to expert and from row to row; without them it is dense.

@@ -217,10 +217,10 @@ def kernel_for_low_rank(call: Rows) -> ProductKernel | None:
 
 
 def low_rank_kernel(problem: Problem, M: int, device: int) -> LoadedKernel | None:
-    """The variant for a product with a low-rank part, loaded on ``cuda:device``; None where two products do it.
+    """The variant for a product with a low-rank part, loaded on ``cuda:device``; None if two products do the work.
 
-    Nothing is compiled, and nothing is logged: the product without it is an ordinary choice. Strict mode, which takes
-    nothing of the candidates, has two.
+    Nothing is compiled, and nothing is logged: the product without a low-rank part is an ordinary choice. Strict mode
+    uses no candidate kernels, so it always runs two products.
     """
     if not platform_supported() or settings.settings().strict:
         return None
@@ -320,7 +320,7 @@ def lookup(key: tuple[object, ...], build: Callable[[], ProductKernel | None]) -
 
 
 def kernel_of_rows(problem: Problem, call: Rows, device: int, *, aligned: bool) -> LoadedKernel | None:
-    """The kernel of a product of rows: if few rows of many are expected, one without a program for each tile."""
+    """The kernel of a product of rows; if few of the rows will be used, one without a program for each tile."""
     kernel: LoadedKernel | None = _kernel(problem, call.bucket, device, aligned, call.pin, None)
     if kernel is None or call.pin is not None or not _idles(kernel, problem, call):
         return kernel
@@ -331,7 +331,7 @@ def _idles(kernel: LoadedKernel, problem: Problem, call: Rows) -> bool:
     """True if a launch would have many programs without work, if only the expected rows come."""
     if call.spread == 1:
         return False
-    from ..dispatch.decide import idles  # here, as few calls say what they expect
+    from ..dispatch.decide import idles  # here, as few calls have expected rows
 
     return idles(kernel.variant, problem, call.M, call.bucket)
 
@@ -445,7 +445,7 @@ def rows_aligned(call: Rows, y: torch.Tensor) -> bool:
 
 
 def _aligned(call: Rows, y: int, columns: int, stride_y: int) -> bool:
-    """``rows_aligned`` of a y by its address, its columns and its rows' stride."""
+    """``rows_aligned``, with y given by its address, its columns and its rows' stride."""
     x, w, size = call.x, call.w, call.x.element_size()
     if not isinstance(w, torch.Tensor):
         return False
@@ -457,7 +457,7 @@ def _aligned(call: Rows, y: int, columns: int, stride_y: int) -> bool:
 
 
 def _weight_strides(w: torch.Tensor) -> tuple[int, int]:
-    """Elements from expert to expert and from row to row; a dimension of one has whatever is usual."""
+    """Elements from expert to expert and from row to row; a dimension of size one has the usual stride."""
     E, first, second = w.shape
     return (w.stride(0) if E > 1 else first * second), (w.stride(1) if first > 1 else second)
 

@@ -75,7 +75,7 @@ class Step(NamedTuple):
     ) -> Step:
         """A launch of one kernel; ``absent`` and ``how`` are as ``Launcher.bind`` has them.
 
-        ``operands`` has those arguments of the kernel that are other operands than their names say.
+        ``operands`` maps arguments of the kernel to operands of another name.
         """
         names = launcher.operands
         if absent:
@@ -221,7 +221,7 @@ _Noted: TypeAlias = "_New | _Run | _Apply"
 class Program:
     """The recorded steps of a call, for calls like it. It keeps no tensor, and any thread may run it.
 
-    ``run(M, stream, inputs)`` runs the steps on ``inputs``, tensors in the places of the recorded call's, and returns
+    ``run(M, stream, inputs)`` runs the steps on ``inputs``, tensors in the order of the recorded call's, and returns
     the results, None where that call had none. Memory is freed after the last step that reads it is launched.
 
     The steps are compiled to one Python function: a loop over them makes a layer's call an eighth longer
@@ -315,9 +315,10 @@ def _with_strides(size_of: Callable[[int], tuple[int, ...]]) -> Callable[[int], 
 
 
 def guard(*tensors: torch.Tensor, loose: Collection[int] = ()) -> Guard | None:
-    """A check that passes for tensors with these tensors' dtypes, shapes, strides and devices; None if torch has none.
+    """A check that tensors have these tensors' dtypes, shapes, strides and devices; None if torch has no such check.
 
-    Tensors whose place is in ``loose`` may have any number of rows; with more than two dimensions only the last counts.
+    Tensors whose index is in ``loose`` may have any number of rows; with more than two dimensions only the last
+    counts.
     """
     if _TensorGuards is None:
         return None

@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 def kernel_for_quantised(call: Rows, w: ExpertWeights, y: torch.Tensor) -> ProductKernel | None:
-    """The kernel for this product of w into y and all like it, for the layout that w is in; None: no bundle has one."""
+    """The kernel for this product of w into y, for all calls like it and for w's layout; None if no bundle has one."""
     if call.x_scale is not None:
         return kernel_for_codes(call, w, y)
     if not w.kernel_dtypes or call.x.dtype is not torch.bfloat16:
@@ -424,7 +424,7 @@ def _kernel_for_codes(
 def bytes_of_row(K: int) -> int:
     """Bytes for each of M rows of e4m3 codes and, after all codes, their fp32 scales.
 
-    Scales are padded to rows of four for each 128 of K, so K / 8 bytes are room enough; one scale a row takes less.
+    Scales are padded to rows of four for each 128 of K, so K / 8 bytes are enough; one scale a row takes less.
     """
     return K + K // 8
 

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def self_test(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> self_test_results.Result | None:
-    """Test a kernel, keep the result, log a wrong one; None where it could not be tested, which is logged, too."""
+    """Test a kernel, keep the result, and log a wrong kernel; None, with a log line, if it could not be tested."""
     began = time.perf_counter()
     broken = None
     try:

@@ -128,7 +128,7 @@ def _off(got: torch.Tensor, want: torch.Tensor, most: float, above: int) -> str 
 
 
 class _Draw:
-    """Random operands, equal in every process, on the host. torch's own generator is left alone."""
+    """Random operands, equal in every process, on the host. torch's global generator is not used."""
 
     def __init__(self) -> None:
         self._generator = torch.Generator("cpu").manual_seed(11)
@@ -151,7 +151,7 @@ def _full(*shape: int, dtype: torch.dtype = torch.float32, value: float = UNTOUC
 
 
 def _most(dtype: DType) -> float:
-    """How far a result of this dtype may be off."""
+    """The largest error that a result of this dtype may have."""
     return 3e-2 if dtype.quantised else _ROUNDING.get(dtype, 1.6e-2)
 
 
@@ -162,7 +162,7 @@ _E, _USED = 6, 364
 _M, _TOP_K = 370, 2  # the last 6 rows belong to no expert; sorted rows for each row of x, where they are gathered
 _NAN_ROW, _NAN_TOKEN = 338, 100  # the first row of the fifth expert; a row of x that is gathered
 _ROOM = 304  # rows from an expert's first row to the next expert's, in problems with gaps
-_RANK = 72  # of a low-rank part: more than a step of a reduction, and no whole one
+_RANK = 72  # rank of a low-rank part: more than a step of a reduction, but no whole number of steps
 _MOVED = Fusion.WEIGHT | Fusion.BIAS
 _CALLS = {
     Fusion.NONE: ((Fusion.NONE, False), (Fusion.NONE, True)),
@@ -365,7 +365,7 @@ def _weight(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
 
 
 def _weight_of_codes(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
-    """dw of codes, written and added to what is there, in both dtypes; NaN is where no group of an expert is."""
+    """dw of codes, written and added to old values, in both dtypes; NaN is in rows of no group."""
     draw, (N, K) = _Draw(), (256, 384)
     dy, x = (fp8_codes.column_codes(_x(draw, columns).bfloat16(), _COUNTS, blocks=columns == K) for columns in (N, K))
     exact = _full(_E, N, K)
@@ -546,7 +546,7 @@ def _numbers(on: _RowKernel, count: int, dtype: torch.dtype = torch.int32) -> to
 
 
 def _sort_slots(on: _RowKernel) -> _Checks:
-    """Slots in the order of their experts: of few, in one launch, and of several chunks, in three."""
+    """Slots in the order of their experts: few slots, in one launch, and several chunks, in three launches."""
     E = 6
     for M in (min(100, on.block), 2 * on.block + 55):
         chunks, slots = -(-M // on.block), on.draw.integers(-1, E + 2, M)
@@ -659,7 +659,7 @@ def _along_m(on: _RowKernel, columns: int, scales: int, name: str = "column_") -
 
 
 def _quantize_columns(on: _RowKernel) -> _Checks:
-    """Codes along M of rows that an index picks, and their scales, bit for bit; nothing behind the last group."""
+    """Codes along M of rows that an index picks, and their scales, bit for bit; memory after the last group stays."""
     C, M, have = 256, _GROUPED_ROWS, int(_GROUPED.sum())
     x, index = on.rows(on.draw.normal(M // 2, C)), on.draw.order(M)
     picked = x.cpu()[index.long() // 2][:have]

@@ -57,9 +57,9 @@ class Scratch(NamedTuple):
 class Product(NamedTuple):
     """A product of rows: steps, whose operands are the call's tensors by the names of ``Rows`` and ``operands_of``.
 
-    Beside them there is ``scratch``, and with ``in_range`` the operand of that name, which this makes of the index and
-    x. ``zeroes`` says that the rows of y that nothing is stored to become zero. ``by_torch`` is that of
-    ``ProductKernel``.
+    There is also ``scratch``, and with ``in_range`` an operand of that name, which is computed from the index and
+    x. ``zeroes`` says that the rows of y that nothing is stored to become zero. ``by_torch`` is
+    ``ProductKernel``'s.
     """
 
     steps: tuple[Step, ...]
@@ -114,10 +114,10 @@ def resolve_new(call: Rows, columns: int) -> Product | None:
 
 
 def resolve_wide(call: Rows) -> tuple[Product, int] | None:
-    """The steps of a plain forward into rows of y that are filled up to whole 16 bytes, and their columns.
+    """The steps of a plain forward into rows of y that are padded to whole 16 bytes, and the padded number of columns.
 
-    None where rows are whole as they are, or the rest is not aligned, or no bundle has such code
-    (``decide.with_wide_rows``). Where a choice for the problem is demanded, there has to be one.
+    None if rows are whole without padding, or other operands are not aligned, or no bundle has such code
+    (``decide.with_wide_rows``). If a choice is required for the problem, it must exist.
     """
     x, w, (E, N, K) = call.x, call.w, call.sizes
     size = x.element_size()

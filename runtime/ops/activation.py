@@ -173,7 +173,7 @@ def gradient(
 
 
 class _Activate(torch.autograd.Function):
-    """``activate`` by a kernel. A gradient that is to be differentiated again is torch's."""
+    """``activate`` by a kernel; torch computes gradients that are differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor, act: RowActivation) -> torch.Tensor:

@@ -33,7 +33,7 @@ class Picked(NamedTuple):
 
 
 def multiplies_codes(N: int, K: int) -> bool:
-    """True if dW of [N, K] is of codes."""
+    """True if dW of [N, K] is computed from codes."""
     return N * K >= LEAST * (N + K)
 
 
@@ -48,8 +48,8 @@ def grad_weight(
 ) -> torch.Tensor:
     """dw[e] = q(dy).T @ q(x) of expert e's rows: [E, N, K], or [E, K, N] with ``Layout.KN``; zeros without rows.
 
-    q(t) are t's e4m3 codes times their scales: of 128 rows and a column of the first of dy and x that dw has, of 128
-    rows and 128 columns of the other. For small N and K q(t) is t. Sums are fp32.
+    q(t) are t's e4m3 codes times their scales: for 128 rows and a column of the operand of dw's first dimension, for
+    128 rows and 128 columns of the other. For small N and K q(t) is t. Sums are fp32.
     """
     N, K = dy.rows.shape[1], x.rows.shape[1]
     if not multiplies_codes(N, K):

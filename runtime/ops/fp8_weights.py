@@ -19,7 +19,7 @@ from .fp8_codes import quantise_weights
 class Fp8Weights(NamedTuple):
     """w of E experts in fp8 that a block keeps for forwards, [E, N, K], and for their backwards, [E, K, N].
 
-    None where a forward, and a backward, is to quantise w itself.
+    None if the forward, or the backward, quantises w itself.
     """
 
     of_forward: ExpertWeights | None

@@ -47,7 +47,7 @@ class GradY(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, dy: torch.Tensor, *, gathers: bool) -> GradY:
-        """With ``gathers`` dy is gathered into ``sorted`` first, because dW then is faster, and dX reads it, too."""
+        """With ``gathers`` dy is gathered into ``sorted`` first: dW is then faster, and dX reads ``sorted``, too."""
         dy = dy if rows_usable(dy) else dy.contiguous()
         if not call.form.permute_y:
             return cls(dy, dy)
@@ -55,7 +55,7 @@ class GradY(NamedTuple):
 
     @property
     def gathered(self) -> torch.Tensor:
-        """``sorted``, which was gathered."""
+        """Return ``sorted``; it must have been gathered."""
         if self.sorted is None:
             raise AssertionError("dy was not gathered")
         return self.sorted
@@ -95,7 +95,7 @@ def grad_x_and_weights(
     raw = _grad_rows(call, dy, None, EAGER, beside)
     part = reference.taking_part(call.m_sizes, index, T * topk, call.M)
     index = reference.rows_of(index, T * topk)
-    if call.form.permute_x:  # token order already; what takes no part may hold anything
+    if call.form.permute_x:  # already in token order; rows that take no part may hold anything
         taken = _to_flat(part, part, index, T * topk)
         dots = torch.where(taken, _dots(raw.view(T, topk, call.K), x[:, None, :]).view(-1), 0)
         dx = _weighted(raw.view(T, topk, call.K), torch.where(taken, flat, 0).view(T, topk, 1), slots=True)
@@ -151,7 +151,7 @@ def grad_adapter(
 
 
 def sorted_x(call: Call, x: torch.Tensor, executor: EagerExecutor = EAGER) -> torch.Tensor:
-    """The rows of x [M, K] in the sorted order; those of an index out of range are zero."""
+    """The rows of x [M, K] in the sorted order; rows with an index out of range are zero."""
     form, index = call.form, call.fusions.index
     if not form.permute_x or index is None:
         return x
@@ -235,7 +235,7 @@ def _gathered(tensor: torch.Tensor, index: torch.Tensor | None, index_end: int, 
 def _dots(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The dot products along the last dimension, summed in float32 or wider, some rows at a time.
 
-    Products of bfloat16 are rounded to it: that is as much as the factors are, and a third of the memory's work.
+    Products of bfloat16 are rounded to it: as much as the factors, for a third of the memory traffic.
     """
     wide = torch.promote_types(left.dtype, torch.float32)
     if left.dtype is right.dtype is torch.bfloat16:
@@ -256,5 +256,5 @@ def _weighted(raw: torch.Tensor, weights: torch.Tensor, *, slots: bool) -> torch
 
 def _to_flat(values: torch.Tensor, part: torch.Tensor, index: torch.Tensor, many: int) -> torch.Tensor:
     """[many] with values[i] at index[i] for the rows that take part, zero elsewhere."""
-    target = torch.where(part, index, many)  # one place more takes the others
+    target = torch.where(part, index, many)  # an extra entry takes the other rows
     return values.new_zeros(many + 1).index_copy_(0, target, values.masked_fill(~part, 0))[:many]

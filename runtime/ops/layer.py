@@ -85,7 +85,7 @@ NOTHING_NARROW = Narrow(None, None)
 
 
 class Kept(NamedTuple):
-    """The properties that no other tensor of a backward has: the routing weights' dtype, and the columns of h."""
+    """Facts that no other tensor of a backward tells: the routing weights' dtype, and the columns of h."""
 
     dtype: torch.dtype
     columns: int
@@ -517,7 +517,7 @@ def columns(w: torch.Tensor | ExpertWeights, layout: Layout) -> int:
     return w.shape[1 if layout is Layout.NK else 2]
 
 
-# What torch does of a gradient (``EagerExecutor.call``). No tensor is in here but those given, and no number of rows.
+# Torch's part of a gradient (``EagerExecutor.call``): functions of their arguments only, for any number of rows.
 
 
 def _weighted(u: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -535,7 +535,7 @@ def ones(dh: torch.Tensor) -> torch.Tensor:
 def row_scales(weights: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     by_row = weights.detach().reshape(-1)[index]
     if by_row.dtype not in (dtype, torch.float32):
-        by_row = by_row.to(torch.float32 if dtype is not torch.float64 else dtype)  # as ``slot_weights``
+        by_row = by_row.to(torch.float32 if dtype is not torch.float64 else dtype)  # as in ``slot_weights``
     return by_row.to(dtype)[:, None].expand(-1, _ONES).contiguous()
 
 

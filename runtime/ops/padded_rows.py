@@ -83,7 +83,7 @@ def place(m_sizes: torch.Tensor, starts: torch.Tensor | None, room: int, R: int)
         first = starts.long()
         left = torch.where(first >= 0, R - first, 0).clamp(0, room)
         counts = torch.minimum(m_sizes.long().clamp(min=0), left)
-    bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).clamp_(max=R)  # (starts that overlap name more)
+    bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).clamp_(max=R)  # (overlapping starts list more)
     rows = torch.arange(R, device=device)
     expert = torch.searchsorted(bounds[1:], rows, right=True).clamp_(max=E - 1)
     index = torch.where(rows < bounds[E], first[expert] + rows - bounds[expert], 0)
@@ -133,7 +133,7 @@ def product(
     executor: EagerExecutor = EAGER,
     x_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y [R, N] of x [R, K], and what an adapter's A made of rows; padding of ``out`` stays as it is.
+    """y [R, N] of x [R, K], and an adapter's x @ A.T; padding of ``out`` stays as it is.
 
     x are codes with ``x_scale`` (``Rows``).
     """
@@ -157,9 +157,9 @@ def in_place(
     executor: EagerExecutor = EAGER,
     bounds: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """y [R, N] of codes x [R, K], read where they arrive; None where no kernel pays.
+    """y [R, N] of codes x [R, K], read in place; None where no kernel pays.
 
-    With ``bounds`` (``Placed``) rows of y are packed, and else where x's are.
+    With ``bounds`` (``Placed``) rows of y are packed, else they are where x's are.
     """
     if bias is not None or how.zero_tail:
         return None
@@ -307,7 +307,7 @@ def _wanted(needs: tuple[bool, bool, bool], how: How) -> tuple[bool, bool, bool]
 
 
 class PackedActivation(torch.autograd.Function):
-    """a [R, I] of packed rows h [R, 2*I] or [R, I], and dh: rows past those that are there hold anything."""
+    """a [R, I] of packed rows h [R, 2*I] or [R, I], and dh: rows after the packed ones hold anything."""
 
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor, act: RowActivation, bounds: torch.Tensor) -> torch.Tensor:

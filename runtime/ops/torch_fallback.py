@@ -58,7 +58,7 @@ def _product(
     grouped: Callable[..., torch.Tensor], x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, layout: Layout
 ) -> torch.Tensor:
     M, K = x.shape
-    x = x.as_strided((M, K), (x.stride(0) if M > 1 else K, 1))  # torch minds the stride of a single row
+    x = x.as_strided((M, K), (x.stride(0) if M > 1 else K, 1))  # torch checks the stride even of a single row
     return grouped(x, w.transpose(1, 2) if layout is Layout.NK else w, offs=ends)
 
 

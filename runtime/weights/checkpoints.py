@@ -93,7 +93,7 @@ def read(
 
 
 def _matrices(tensors: Mapping[str, torch.Tensor], part: str | None) -> list[list[_Matrix]]:
-    """The matrices of each expert, gate before up; of all at once where they are stacked."""
+    """The matrices of each expert, gate before up; if they are stacked, of all experts at once."""
     by_expert: dict[int | None, dict[str, Suffixes]] = {}
     layers, parts = set(), set()
     for name, tensor in _mapping("tensors", tensors).items():
@@ -368,7 +368,7 @@ def gptq_zeros(config: Mapping[str, Any]) -> tuple[bool, bool]:
     writers = quantizer if isinstance(quantizer, list) else [quantizer]
     by_gptqmodel = any(
         isinstance(writer, str) and "gptqmodel" in writer.lower() for writer in writers
-    )  # or for another library
+    )  # else another library wrote the checkpoint
     return stored.lower() == _GPTQ_FORMATS[0], by_gptqmodel
 
 
@@ -484,7 +484,7 @@ def _check_transforms(config: Mapping[str, Any]) -> None:
 
 
 def _mapping(name: str, said: object) -> Mapping[str, Any]:
-    """A part of the config that has parts itself; none is as good as one without any."""
+    """A nested part of the config; a missing part, or None, counts as an empty one."""
     if said is None:
         return {}
     if not isinstance(said, Mapping):
@@ -493,7 +493,7 @@ def _mapping(name: str, said: object) -> Mapping[str, Any]:
 
 
 def _said(value: object) -> str:
-    """A value of a stranger's for a message, in 60 characters, whatever it is."""
+    """Any value as text for a message, in at most 60 characters."""
     try:
         text = printable(value) if isinstance(value, str) else ascii(value)
     except (RecursionError, ValueError):  # very deep, or a number of very many digits

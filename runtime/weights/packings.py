@@ -39,7 +39,7 @@ class Suffixes(dict[str, torch.Tensor]):
         self.name = name
 
     def get_one(self, *names: str, dtypes: tuple[torch.dtype | None, ...] | None = None) -> torch.Tensor:
-        """The tensor of the first of these suffixes that is there, if it has one of ``dtypes``."""
+        """The tensor of the first of these suffixes that the checkpoint has; it must have one of ``dtypes``."""
         for name in names:
             if name in self:
                 tensor = self[name]
@@ -77,7 +77,7 @@ def fp8_blocks(suffixes: Suffixes, *, ue8m0: bool = False) -> Quantised:
 
 
 def fp8_rows(suffixes: Suffixes, *, ue8m0: bool = False) -> Quantised:
-    """A scale for each row, [N] or [N, 1], or one for the matrix."""
+    """A scale for each row, [N] or [N, 1], or a single scale for the matrix."""
     weight, names = suffixes.matrix("weight", torch.float8_e4m3fn), ("weight_scale", "weight_scale_inv")
     scale = suffixes.get_one(*names)
     *front, N, _ = weight.shape
@@ -93,7 +93,7 @@ def fp8_rows(suffixes: Suffixes, *, ue8m0: bool = False) -> Quantised:
 
 
 def fp8_scale(scale: torch.Tensor, *, ue8m0: bool = False) -> torch.Tensor:
-    """Return a scale beside fp8 codes in float32. Bytes are e8m0, and so are wider integers if the config says so.
+    """Return the scale of fp8 codes in float32. Bytes are e8m0, and so are wider integers if the config says so.
 
     Raises
     ------
@@ -190,7 +190,7 @@ class Int4(NamedTuple):
 
 
 def packed_int4(suffixes: Suffixes, how: Int4) -> Quantised:
-    """compressed-tensors: ``weight_packed`` int32 [N, K/8], ``weight_zero_point`` int32 [N/8, K/g], both plus 8."""
+    """compressed-tensors: ``weight_packed`` int32 [N, K/8], ``weight_zero_point`` int32 [N/8, K/g], stored plus 8."""
     packed = suffixes.matrix("weight_packed", *_WORDS)
     *front, N, words = packed.shape
     K = held = words * 8
@@ -295,24 +295,24 @@ def awq_columns(words: torch.Tensor) -> torch.Tensor:
 
 
 def awq_words(codes: torch.Tensor) -> torch.Tensor:
-    """``awq``'s codes undone, of one matrix: [N, K/2] uint8 to [K, N/8] int32."""
+    """Pack one matrix in ``awq``'s form: [N, K/2] uint8 to [K, N/8] int32."""
     columns = unpack(codes).mT
     words = columns.reshape(columns.shape[0], -1, 8)[..., _AWQ_COLUMNS].flatten(1)
     return pack(words).view(torch.int32)
 
 
 def awq_codes(words: torch.Tensor) -> torch.Tensor:
-    """[K, N/8] int32 of one matrix to [N, K/2] uint8: ``awq_words`` undone."""
+    """Undo ``awq_words``: [K, N/8] int32 of one matrix to [N, K/2] uint8."""
     return pack(awq_columns(words))
 
 
 def gptq_words(codes: torch.Tensor) -> torch.Tensor:
-    """``gptq``'s codes undone, of one matrix: [N, K/2] uint8 to [K/8, N] int32."""
+    """Pack one matrix in ``gptq``'s form: [N, K/2] uint8 to [K/8, N] int32."""
     return _contiguous(codes.view(torch.int32).mT)
 
 
 def gptq_codes(words: torch.Tensor) -> torch.Tensor:
-    """[K/8, N] int32 of one matrix to [N, K/2] uint8: ``gptq_words`` undone."""
+    """Undo ``gptq_words``: [K/8, N] int32 of one matrix to [N, K/2] uint8."""
     return _contiguous(words.mT).view(torch.uint8)
 
 
@@ -369,7 +369,7 @@ def whole_groups(weights: Quantised) -> Quantised:
 def _check_order(suffixes: Suffixes, name: str, act_order: bool, K: int, group: int) -> None:
     """Raise InputError for groups that are not of neighbours (act-order, desc_act).
 
-    An index of one number throughout (0 of AutoGPTQ, -1 of compressed-tensors) says nothing, unless it has to.
+    A constant index (0 in AutoGPTQ, -1 in compressed-tensors) is ignored, unless the config demands ``act_order``.
     """
     if name not in suffixes:
         if act_order and 0 < group < K:
@@ -405,5 +405,5 @@ def _contiguous(words: torch.Tensor) -> torch.Tensor:
 
 
 def bad(name: str, got: str, wanted: str) -> InputError:
-    """The error for what a checkpoint has."""
+    """The error for an unsupported value in a checkpoint."""
     return InputError(f"ExpertWeights.from_tensors: {name} is {got}, wanted {wanted}")

@@ -127,7 +127,7 @@ def rewriting() -> Iterator[
 
 
 def _in_shape_of(part: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Memory of some experts in the dtype and shape of a part of others."""
+    """New memory for some experts, in dtype and shape like a part of another tensor."""
     return memory.flatten(1).view(torch.uint8).view(part.dtype).view(memory.shape[0], *part.shape[1:])
 
 
@@ -203,7 +203,7 @@ def _zero(group: int) -> tuple[_Move, _Move]:
 
 
 def zero_without_room(zero: torch.Tensor) -> torch.Tensor:
-    """True, on its device, if kernels can't read a zero point: 0 to 15 they can, or the prepared form of these."""
+    """True, on its device, if kernels can't read a zero point: they read 0 to 15, or the prepared form of these."""
     least, most = zero.aminmax()
     less = ZERO if zero.dtype is torch.int8 else 0
     return (least < -less) | (most > _MOST_ZERO - less)
@@ -215,7 +215,7 @@ def zero_has_room(zero: torch.Tensor | None) -> bool:
 
 
 def _raw(scale: torch.Tensor) -> torch.Tensor:
-    """Scales of one byte as uint8: not every torch can move float8."""
+    """One-byte scales as uint8: some versions of torch can't move float8."""
     return scale.view(torch.uint8) if scale.element_size() == 1 else scale
 
 
@@ -258,7 +258,7 @@ def _without_room(elements: Elements, scale: torch.Tensor) -> torch.Tensor | Non
     if elements.scale is not None and elements.scale.name == "e8m0":
         return scale.amax() > _MOST_E8M0[elements.name]
     if elements.name == "e2m1":
-        return scale.view(torch.uint8).amax() >= _E4M3_NAN  # the kernel reads no sign, and NaN as a number
+        return scale.view(torch.uint8).amax() >= _E4M3_NAN  # the kernel ignores the sign, and reads NaN as a number
     rows = 1 if elements.scale is None else elements.scale.rows
     return None if rows == 1 else ~(scale.abs().amax() < 2.0 ** (127 - _E4M3_SHIFT))
 
@@ -269,7 +269,7 @@ def _room(elements: Elements, scale: torch.Tensor) -> bool:
 
 
 def _most(elements: Elements) -> float:
-    """No scale of w below this is too large for kernels, as ``quantise`` makes them."""
+    """The limit of |w| below which ``quantise`` makes no scale that is too large for kernels."""
     scale = elements.scale
     if elements.name == "int4":
         steps = 7.5 if scale is not None and scale.zero_bits else 7.0
@@ -303,7 +303,7 @@ def _order(format: str) -> CodeOrder:
     return CodeOrder(1, misfits, room, most, *codes, *scales, torch.bfloat16, _in_bf16(scales[0]), *zeros)
 
 
-# By format. One without an entry is read as the checkpoint has it.
+# By format. Weights of other formats are read in the checkpoint's layout.
 ORDERS: dict[str, CodeOrder] = {
     name: _order(name)
     for name in (

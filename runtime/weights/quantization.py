@@ -90,7 +90,7 @@ def exceptions(settings: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 
 class _Rule(NamedTuple):
-    """A config's changes for the modules that ``word`` names: a name, or a regular expression behind ``re:``.
+    """A config's changes for the modules that ``word`` names: a name, or a regular expression after ``re:``.
 
     ``changes`` is None if it leaves them unquantised.
     """
@@ -107,7 +107,7 @@ class _Rule(NamedTuple):
 
 
 def _overrides(settings: Mapping[str, Any], where: str) -> list[_Rule]:
-    """The rules of ``dynamic`` and ``extra_config``, in the order in which they are asked."""
+    """The rules of ``dynamic`` and ``extra_config``, in the order in which they apply."""
     rules = []
     # GPTQModel: the first regular expression that matches from the name's beginning; "-:" leaves modules out.
     for key, value in _mapping(settings.get("dynamic"), "dynamic", where).items():
@@ -123,7 +123,7 @@ def _overrides(settings: Mapping[str, Any], where: str) -> list[_Rule]:
 
 
 def _anywhere(expression: str) -> str:
-    """An expression that matches from a name's beginning what this one matches anywhere in the name."""
+    """A regular expression that matches, from a name's beginning, wherever this one matches in the name."""
     flags = "(?i)" if expression.startswith("(?i)") else ""
     parts = alternatives(expression.removeprefix(flags))
     return flags + "|".join(part if part.startswith(("^", ".*")) else f".*{part}" for part in parts)
@@ -151,7 +151,7 @@ def _groups(settings: Mapping[str, Any], where: str) -> tuple[list[_Rule], Mappi
 def _first(
     words: Sequence[str], modules: Sequence[Sequence[str]], where: str, what: str, *, parts: bool
 ) -> list[int | None]:
-    """The first word that means each module. With ``parts`` a name is also that of a module's first or last parts."""
+    """The index of the first word that names each module. With ``parts`` a word may be a name's first or last parts."""
     plain = {word: i for i, word in reversed(list(enumerate(words))) if not word.startswith("re:")}
     patterns = [(word, i) for i, word in enumerate(words) if word.startswith("re:")]
     matching = first_matching([word for word, _ in patterns], modules, where, what)
