@@ -210,8 +210,8 @@ class Shortlist(NamedTuple):
 def shortlists(bundle: BundleFile, contents: Contents, share: float) -> dict[str, Shortlist]:
     """Return the losses of a tuner with shortlists by the cost model alone, and by neighbours, in a journal's cells.
 
-    Both shortlists contain the runtime's choice, the first by the neighbours. The length of a shortlist is a share of
-    all candidates. A journal has times of few: candidates without a time come last.
+    Both shortlists contain the runtime's choice, which the neighbours rank first. The length of a shortlist is a share
+    of all candidates. A journal has times of few: candidates without a time come last.
     """
     variants, by = bundle.variants(), ("cost model", "neighbours too")
     winners, losses = {name: Winners() for name in by}, {name: list[tuple[float, int]]() for name in by}

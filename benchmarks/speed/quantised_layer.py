@@ -2,10 +2,10 @@
 
     python benchmarks/run.py quantised_layer --out quantised-layer-h100.json
 
-``moe_mlp`` (silu, gate and up side by side, x quantised where the bundle says so) with the pass that makes codes of the
-activation, and without it, as where a bundle has none: then one pass stores the activation and another makes codes of
-it. Results are the same bit for bit, which is checked. Of the passes alone: one, the two, and the two that they are
-without each other, beside what moving the bytes of the one takes. All in CUDA graphs that take turns, L2 flushed.
+``moe_mlp`` (silu, gate and up side by side, x quantised if the bundle says so) with the row kernel that makes codes of
+the activation, and without it: then one row kernel stores the activation and another quantises it. Results are checked
+to be equal bit for bit. The row kernels are also timed by themselves: the fused one, the two in a row, and each of the
+two alone, against the time to move the fused one's bytes. All in CUDA graphs that take turns, L2 flushed.
 """
 
 from __future__ import annotations
