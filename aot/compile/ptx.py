@@ -102,7 +102,7 @@ def fit(ptx: str) -> str:
 
 def _fitted(loop: re.Match[str]) -> str:
     name, body, register, grain = loop["name"], loop["body"], loop["register"], int(loop["grain"])
-    if len(re.findall(rf"{re.escape(register)}\b", body)) != 2:  # the line that says so has it twice
+    if len(re.findall(rf"{re.escape(register)}\b", body)) != 2:  # the line of the comment names the register twice
         raise ValueError(f"{register}, of how many rows the products are, is used in their loop, so may be set there")
     to: list[str] = []
     copies: list[str] = []
