@@ -177,7 +177,7 @@ def blocks_per_scale(FORMAT):  # type: ignore[no-untyped-def]
 
 @gluon.constexpr_function
 def places_of(FORMAT, BLOCKS):  # type: ignore[no-untyped-def]
-    """Places for scales in shared memory, for BLOCKS blocks of K."""
+    """Rows of shared memory for scales, for BLOCKS blocks of K."""
     return CODES[FORMAT].places(BLOCKS)
 
 
@@ -321,7 +321,7 @@ def operand(codes, scales, FORMAT: gl.constexpr, OPERAND: gl.constexpr):
 
 @gluon.jit
 def scaled(part, outer, expert, col, N, FORMAT: gl.constexpr, DX: gl.constexpr):
-    """The part by its expert's scale, or by those of its rows, which are y's columns from ``col`` on, and as w's is."""
+    """The part times its expert's scale or its rows' scales (of y's columns from ``col`` on), corrected by SMALLER."""
     OUTER: gl.constexpr = outer_of(FORMAT)
     SMALLER: gl.constexpr = smaller_by(FORMAT, DX)
     if OUTER == "expert":

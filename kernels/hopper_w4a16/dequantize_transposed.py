@@ -54,8 +54,8 @@ _FLAT_4: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 
 def _turned_text(codes, scales):  # type: ignore[no-untyped-def]
     """PTX: $0 and $1, two rows of w in the columns of h = 0 and 1, of the words $2 and $3.
 
-    $4 is p, $6 the warp's half of a word's codes. $8 and $9 hold scales; $10 says which of them count, or is the part
-    of a 128x128 block's scale that bf16 has no bits for.
+    $4 is p, $6 the warp's half of a word's codes. $8 and $9 hold scales; $10 selects among them, or is the part of
+    a 128x128 block's scale that bf16 has no bits for.
     """
     lines = [".reg .b32 t, u, v, s; .reg .pred q;"]
     lines += ["mad.lo.s32 u, $4, 0x2222, 0x5410; prmt.b32 t, $2, $3, u;"]  # both words' lower (p = 0) or upper halves

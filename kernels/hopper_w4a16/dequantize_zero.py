@@ -235,5 +235,5 @@ def zeroed_block_of(
 
 @gluon.jit
 def grown(part):
-    """Sums of products with ``zeroed_block_of`` -> those with w."""
+    """Sums with w, from sums of products with ``zeroed_block_of``."""
     return part * 128.0

@@ -176,12 +176,12 @@ def _multiply_codes(
     DX: gl.constexpr,
     LOW_RANK: gl.constexpr,
 ):
-    """One warpgroup: its columns of every tile, or its blocks of K, and the way out.
+    """One warpgroup: multiply its columns of every tile, or its blocks of K, and store them.
 
-    The next block's codes become bf16 while this one's product is under way, which is over before the next begins, of
-    codes of 4 bits before the next but one (LATE). None is under way at a step's end: with sums in flight across it
-    ptxas waits for each instruction. AHEAD code makes blocks across stages, too, which keeps each stage for longer: it
-    pays where a stage is short.
+    The next block's codes become bf16 while this block's product runs. The product ends before the next one begins, or
+    for codes of 4 bits before the next but one (LATE). No product runs across a step's end: with sums in flight ptxas
+    waits for each instruction. AHEAD code makes blocks across stages, too, which keeps each stage for longer: it pays
+    if a stage is short.
     """
     a, s, b, low, full, empty, used, queue, filled, free, buffers, sums, summed, y, moved, outer, noted = own
     AHEAD: gl.constexpr = FITTED and BLOCK_K == BLOCK
@@ -357,7 +357,7 @@ def rows_wna16(
 ):
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]), w = codes x scales.
 
-    ``portable_plain.rows`` of rows that nothing gathers. w and w_scale are prepared, and seen as rows of blocks: int32
+    Like ``portable_plain.rows`` without a gather. w and w_scale are prepared, and seen as rows of blocks: int32
     [E * N / 64 * K / 64 * words, 256], and bytes [blocks / blocks per scale, bytes of a block]. w_outer are scales of
     experts, or of y's columns with ``stride_outer_e`` from one expert's to the next's; with ``DX`` it is w[.., k, n].
     """

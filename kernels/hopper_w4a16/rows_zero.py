@@ -1,6 +1,6 @@
 """The grouped GEMM by rows for sm_90 with w of int4 codes with zero points and x of bf16: ``rows.py`` for these.
 
-A tile, a stage, a block of w and the order in which programs take tiles are as in ``rows.py``. Beside the scales of a
+A tile, a stage, a block of w and the order in which programs take tiles are as in ``rows.py``. With the scales of a
 line of blocks, TMA loads their zero points, one byte each (dequantize_zero.py). FORMAT is the name of the format of the
 same codes and scales without zero points.
 """
@@ -168,10 +168,10 @@ def _multiply_zeroed(
     DX: gl.constexpr,
     LOW_RANK: gl.constexpr,
 ):
-    """One warpgroup: its columns of every tile, or its blocks of K, and the way out.
+    """One warpgroup: multiply its columns of every tile, or its blocks of K, and store them.
 
-    The next block's codes become bf16 while this one's product is under way, which is over before the next but one
-    begins. None is under way at a step's end, and AHEAD code makes blocks across stages, as in ``rows.py``.
+    The next block's codes become bf16 while this block's product runs, which ends before the next but one begins. No
+    product runs across a step's end, and AHEAD code makes blocks across stages, as in ``rows.py``.
     """
     a, s, z, b, low, shared, buffers, sums, summed, y, moved, noted = own
     full, empty, used, queue, filled, free = shared

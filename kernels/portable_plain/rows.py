@@ -29,7 +29,7 @@ _WEIGHT: tl.constexpr = tl.constexpr(4)
 _BIAS: tl.constexpr = tl.constexpr(8)
 _TO_CLEAR: tl.constexpr = tl.constexpr(2 | 16)  # SCATTER and ZERO_TAIL
 _CLEARED: tl.constexpr = tl.constexpr(16)  # rows for a program: CLEARER_ROWS in kernels/entry.py
-_FEW_ROWS: tl.constexpr = tl.constexpr(32)  # of a tile whose loads leave out the rows past the end
+_FEW_ROWS: tl.constexpr = tl.constexpr(32)  # rows of the largest tile whose loads leave out rows past the end
 
 
 @triton.jit
@@ -50,9 +50,9 @@ def _store_rows(
     flags,
     INDEXED: tl.constexpr,
 ):
-    """Stores a tile; rows past the expert's end and columns past N are left as they are.
+    """Store a tile; rows past the expert's end and columns past N stay unchanged.
 
-    Rows and columns are counted anew here: kept from before the loop they would cost registers in it.
+    Rows and columns are computed again here: kept during the loop they would cost registers.
     """
     row = row_m.to(tl.int64) + tl.arange(0, acc.shape[0])
     col = col_n + tl.arange(0, acc.shape[1])

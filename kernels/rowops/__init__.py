@@ -204,7 +204,7 @@ _THREADS = {
     RowOp.ACTIVATION_ROW_CODES: (16, 8),
 }
 # Without a limit ptxas takes 80 for bf16, and fewer programs fit an SM: 1.09 x as long on an H100 from 8,192 rows on.
-# The others are what it takes without the loop over rows; what it hoists out of that takes up to 96.
+# The other limits are what ptxas takes without the loop over rows; what it hoists out of the loop takes up to 96.
 _MAX_REGISTERS = {
     RowOp.ACTIVATION_GRAD: 56,
     RowOp.ACTIVATION: 40,

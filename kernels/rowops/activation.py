@@ -90,7 +90,7 @@ def _act(g, flags, limit, alpha, beta):
 
 @triton.jit
 def _product(gate, up, flags, limit, alpha, beta, linear_beta):
-    """act(gate) * v(up), each activation in a branch without anything of the others.
+    """act(gate) * v(up), with a branch for each activation that has only its own operations.
 
     By ``_act`` the forward kernel takes 1.1 x as long.
     """
@@ -126,7 +126,7 @@ def _product(gate, up, flags, limit, alpha, beta, linear_beta):
 def _gate_and_up(h, at, inside, columns, first, flags, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Gate and up of rows' columns [first, first + BLOCK), in fp32; without a gate h itself and ones.
 
-    ``at`` says where the rows begin in h, ``inside`` which of them there are.
+    ``at`` is the offset of each row in h, ``inside`` a mask of rows.
     """
     if INTERLEAVED:
         both = 2 * first + tl.arange(0, 2 * BLOCK)

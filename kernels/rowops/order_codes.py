@@ -8,7 +8,7 @@ import triton.language as tl
 # The values of kernels/rowops/__init__.py.
 _USED: tl.constexpr = tl.constexpr(32)
 _PICKED: tl.constexpr = tl.constexpr(32768)
-_SCALES: tl.constexpr = tl.constexpr(64)  # of a row, that are moved at once
+_SCALES: tl.constexpr = tl.constexpr(64)  # scales of a row that are moved at once
 
 
 @triton.jit

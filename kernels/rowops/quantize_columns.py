@@ -17,10 +17,10 @@ from .packed import larger, lower_of, packed, upper_of
 # Flags; kernels/rowops/__init__.py has equal values.
 PICKED: gl.constexpr = gl.constexpr(32768)
 BLOCKS: gl.constexpr = gl.constexpr(65536)
-_EXPERTS: gl.constexpr = gl.constexpr(512)  # the most
+_EXPERTS: gl.constexpr = gl.constexpr(512)  # largest number of experts
 GROUP: gl.constexpr = gl.constexpr(128)  # rows that share a scale
-_WORDS: gl.constexpr = gl.constexpr(32)  # of four codes, of a column and group
-_PAIRS: gl.constexpr = gl.constexpr(64)  # of neighbouring columns of a tile
+_WORDS: gl.constexpr = gl.constexpr(32)  # words of four codes of a column and group
+_PAIRS: gl.constexpr = gl.constexpr(64)  # pairs of neighbouring columns of a tile
 _AHEAD: gl.constexpr = gl.constexpr(4)  # blocks of columns for which a program looks up its rows once
 _MOST: gl.constexpr = gl.constexpr(448.0)  # the largest e4m3 number
 _LEAST: gl.constexpr = gl.constexpr(2.0**-126)  # least scale: a smaller one's inverse is infinite, times 0 NaN
@@ -287,9 +287,9 @@ def quantize_both(
     flags,
     BLOCK: gl.constexpr,
 ):
-    """``quantize_columns`` and ``quantize`` of one read: codes along M, transposed, and codes along K.
+    """``quantize_columns`` and ``quantize`` in one read: codes along M, transposed, and codes along K.
 
-    codes are bytes [M, columns], scale fp32 [columns / 128, M], as ``quantize`` writes them of rows that have an
+    codes are bytes [M, columns], scale fp32 [columns / 128, M], as ``quantize`` writes them for rows that have an
     expert.
     """
     _quantize(

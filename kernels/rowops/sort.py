@@ -32,7 +32,7 @@ def _before(expert, experts, slots, alone, BLOCK: tl.constexpr):
 
     Each thread has one slot and compares it with all others.
     """
-    # (expert, slot) is one number: one unsigned comparison counts those from ``least`` up to the slot's own.
+    # (expert, slot) is one number: one unsigned comparison counts the numbers from ``least`` up to the slot's own.
     least = tl.where(alone, 0, expert * BLOCK)
     own = (expert * BLOCK + tl.arange(0, BLOCK) - least).to(tl.uint32)
     count = tl.zeros((BLOCK,), tl.int32)

@@ -31,7 +31,7 @@ _E8M0: tl.constexpr = tl.constexpr(2)  # this and all below: a scale for each GR
 _BY_OUTER: tl.constexpr = tl.constexpr(3)  # e4m3, times a scale of the expert
 _BF16: tl.constexpr = tl.constexpr(4)
 _BF16_ZERO: tl.constexpr = tl.constexpr(5)  # with a zero point
-_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite
+_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # least scale: a smaller one's inverse is infinite
 # What ``_near`` adds: 2^BITS * (150 - BITS + log2(LEAST)).
 _OFFSET_E4M3: tl.constexpr = tl.constexpr(8 * 141)
 _OFFSET_E2M1: tl.constexpr = tl.constexpr(2 * 149)
@@ -423,7 +423,7 @@ def _tiles(tensors, sizes, flags, CONVERTS: tl.constexpr, ROWS: tl.constexpr, BL
     rows, columns, _, _ = sizes
     expert, row, first = _tile_of(rows, columns, ROWS, BLOCK, ROWS)
     left, right = _halves(w, expert, row, first, sizes, 0, BLOCK, 16)
-    # Bits of |w| grow with it; below those of p = 1 others may stay. So nothing is unpacked before the second use.
+    # The bits of |w| ascend with |w|, also if p = 1's have others below. So words are unpacked only for the second use.
     even = tl.max(tl.maximum(left[0] & 0x7FFF, right[0] & 0x7FFF), 2)
     odd = tl.max(tl.maximum(left[0] & 0x7FFFFFFF, right[0] & 0x7FFFFFFF), 2)
     most = tl.max(tl.max(tl.maximum(even << 16, odd & 0x7FFF0000), 1), 0).to(tl.float32, bitcast=True)
@@ -707,7 +707,7 @@ def dequantize_weights(
         left, right = _stored_halves(stored, expert, row, first, M, columns, ELEMENTS, BLOCK)
     zero = 8
     if SCALE == _OF_BLOCK:
-        place = (expert * tl.cdiv(M, 128) + row // 128) * tl.cdiv(columns, 128) + first // 128  # int64, of few
+        place = (expert * tl.cdiv(M, 128) + row // 128) * tl.cdiv(columns, 128) + first // 128  # int64
         factor = tl.load(scales.to(tl.pointer_type(tl.float32), bitcast=True) + place, mask=row < M, other=0.0)
         factor = factor[:, None, None]
     elif SCALE == _OF_ROW:
