@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..weights.expert_weights import ExpertWeights
 
 _MOST_TILES = 2**31 - 1
-_MOST_ROWS = RAGGED_SIZES[2]  # kernels count rows past a tile's end, and those of no expert, 16 for each program
+_MOST_ROWS = RAGGED_SIZES[2]  # row numbers past a tile's end, and of no expert, must fit int32, too
 _MOST_PROGRAMS = 2**26
 _INDEXED = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT  # fusions that read the index
 

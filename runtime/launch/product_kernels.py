@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from .gemm import Fused, LoadedKernel
 
 _MOST_LAUNCHERS = 1 << 14
-_FEW_TO_CLEAR = 1024  # rows: each 16 of y look at the whole index, and 64 programs are half of an H200's SMs
-# A warp of each program looks at 1,024 entries of the index in 4.7 us beside a product (122,880 in 565 to 571 us:
-# docs/inside/trials.md, scatter-beside). One of matrices of 2^21 takes longer for as many rows, and so does one
-# of 2^20 that has many experts' to read. Where most rows of y are to be cleared it takes more than a warp of each.
+_FEW_TO_CLEAR = 1024  # rows: a program for each 16 reads the whole index, and 64 programs are half of an H200's SMs
+# A warp of each program reads 1,024 entries of the index in 4.7 us during a product (122,880 in 565 to 571 us:
+# docs/inside/trials.md, scatter-beside). A product whose matrices have 2^21 elements takes longer for as many rows,
+# so does a product with 2^20 and many experts. If most rows of y must be cleared, a warp of each program is too little.
 _MOST_TO_CLEAR, _SHORT_TO_CLEAR, _LARGE_MATRIX, _MOST_PER_ROW = 1 << 17, 8192, 1 << 20, 4
 _LOW_RANK_DTYPES = (torch.bfloat16,)  # dtypes of shipped kernels: aot/plan/families.py
 _UNKNOWN = object()
@@ -166,7 +166,7 @@ def may_add_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: 
     """True if a kernel that adds a low-rank part can run the call: bf16 operands, rows of whole 16 bytes."""
     moves = call.scatter or call.row_weights is not None or call.spares_rows
     dense = isinstance(call.w, torch.Tensor)
-    biased = dense and call.bias is not None and not call.gather_divisor  # kernels that gather nothing read no bias
+    biased = dense and call.bias is not None and not call.gather_divisor  # kernels without a gather read no bias
     if moves or biased or call.pin is not None:
         return False
     x, size = call.x, call.x.element_size()
@@ -312,7 +312,7 @@ def lookup(key: tuple[object, ...], build: Callable[[], ProductKernel | None]) -
         cached = build()
         if cached is None and hooks.jit_allowed():  # in a graph capture nothing is compiled: the next call asks again
             return None
-        if snapshot.put_off != before:  # nor is anything tested
+        if snapshot.put_off != before:  # and nothing is tested
             return cached  # type: ignore[no-any-return]
         table[key] = cached
     product: ProductKernel | None = cached

@@ -132,7 +132,7 @@ class Recorder(EagerExecutor):
         self._whole, self._many = True, 1  # slot 0 is no tensor
         for tensor in inputs:
             if tensor is not None:
-                self._whole &= tensor.data_ptr() not in self._slots  # else which of the two is meant nobody knows
+                self._whole &= tensor.data_ptr() not in self._slots  # else an address would mean two slots
                 self._name(tensor, self._many)
             self._many += 1
 
@@ -150,7 +150,7 @@ class Recorder(EagerExecutor):
     def call(self, function: Callable[..., Any], *tensors: torch.Tensor, scales: bool = True) -> Any:
         self._whole &= scales or not self._varies
         slots = tuple(map(self._slot, tensors))
-        for tensor in tensors:  # the function will be given the whole tensor, and not a view of it
+        for tensor in tensors:  # the function gets whole tensors, so a view is not recorded
             entry = self._slots.get(tensor.data_ptr())
             of = None if entry is None else entry[1]()
             self._whole &= of is not None and (of.shape, of.stride(), of.dtype) == (
@@ -175,7 +175,9 @@ class Recorder(EagerExecutor):
         """The recorded program with its results; None if a step could not be recorded."""
         slots = tuple(map(self._slot, results))
         touched = {slot for noted in self._written for slot in noted.reads}
-        filled = all(noted.slot in touched for noted in self._written if isinstance(noted, _New))  # else by other means
+        filled = all(
+            noted.slot in touched for noted in self._written if isinstance(noted, _New)
+        )  # else others filled it
         return Program(self._written, self._inputs, slots) if self._whole and filled else None
 
     def _name(self, tensor: torch.Tensor, slot: int) -> None:

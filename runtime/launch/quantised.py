@@ -286,7 +286,7 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Prod
     x, m_sizes, fusion, (E, N, K), device = call.x, call.m_sizes, call.fusion, w.shape, call.x.get_device()
     size, layout = x.element_size(), Layout.NK if w.is_prepared else Layout.STORED
     lengths = (row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), N, K)
-    zero = address_of(w.zero) if w.is_prepared else 0  # of the checkpoint's layout kernels read byte by byte
+    zero = address_of(w.zero) if w.is_prepared else 0  # in the checkpoint's layout kernels read single bytes
     pointers = (x.data_ptr(), y.data_ptr(), w.codes.data_ptr(), address_of(w.plain_scale), zero)
     line = K * w.precision.w.bits // 8
     aligned = is_aligned(ALIGNMENT_BYTES, *pointers, line, *(length * size for length in lengths))

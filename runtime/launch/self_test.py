@@ -133,7 +133,7 @@ def _tried(kernel: gemm.LoadedKernel, here: TrialPlace) -> str | None:
                 raise Unfinished(f"{_named(kernel.variant)}: {first_line(after)}") from error
         raise
     finally:
-        device_of(kernel.function.device).counters.forget(here.stream)  # a wrong kernel may have overwritten them
+        device_of(kernel.function.device).counters.forget(here.stream)  # a wrong kernel may have changed counters
 
 
 def first_line(error: BaseException) -> str:

@@ -172,7 +172,7 @@ _CALLS = {
     Fusion.SILU | Fusion.GATHER: ((Fusion.SILU | Fusion.GATHER, False),),
     Fusion.LOW_RANK: ((Fusion.LOW_RANK, False), (Fusion.LOW_RANK, True)),
     Fusion.LOW_RANK | Fusion.GATHER: ((Fusion.LOW_RANK | Fusion.GATHER | Fusion.BIAS, False),),
-}  # by a kernel's fusion: what calls fuse that run it, and whether with zero_tail
+}  # by a kernel's fusion: the (fusions, zero_tail) of calls that use the kernel
 
 
 class _Operands(NamedTuple):
@@ -183,7 +183,7 @@ class _Operands(NamedTuple):
     x_values: torch.Tensor
     w_values: torch.Tensor
     w_kn: bool
-    scale: torch.Tensor | None = None  # x's scales, if x is of codes
+    scale: torch.Tensor | None = None  # x's scales, if x is quantised
 
 
 def _x(draw: _Draw, reduction: int) -> torch.Tensor:
@@ -263,7 +263,7 @@ def _call(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, fusion: Fu
     wide, top_k = columns // 2 if silu else columns, _TOP_K if gathers else 1
     index, weights, bias = draw.order(_M), draw.normal(_M), draw.normal(_E, columns).to(dtype)
     if scatters:
-        index[5], index[40] = -1, _M  # rows that go nowhere
+        index[5], index[40] = -1, _M  # rows that are stored nowhere
     indexed = gathers or scatters or weighted
     fused = gemm.Fused(fusion, 1, top_k, zero_tail)
     R = _RANK if low_rank else 0
@@ -414,7 +414,7 @@ class _RowKernel:
         self._launch, self._place, self._aligned = RowOpLauncher(variant, function, op), place, variant.alignment > 1
         self.wait, self.words = place.wait, place.put  # words of a fixed dtype are always aligned to themselves
         self.op, self.kind, self.block, self.draw = op, variant.dtype, self._launch.block, _Draw()
-        self.columns = 264 if self._aligned else 131  # of a row: no whole block of them
+        self.columns = 264 if self._aligned else 131  # columns of a row, no whole number of blocks
         self.dtype, self.most = _TORCH[variant.dtype], _most(variant.dtype)
         self.order = _Draw().order(_SLOTS)
         self.tokens = self.order.long() // _TOP_K  # the row of x of each sorted slot
@@ -710,7 +710,7 @@ def _activation_grad_codes(on: _RowKernel) -> _Checks:
 # The row kernels of weights: their results are torch's bits.
 
 _W = E, N, K = 2, 128, 192  # whole blocks of 64, no whole tile
-_AFTER = _full(64, dtype=torch.uint8, value=0x5A)  # behind a result
+_AFTER = _full(64, dtype=torch.uint8, value=0x5A)  # the bytes after a result
 _FLOATS = {torch.bfloat16: 0, torch.float16: rowops.FP16_WEIGHTS, torch.float32: rowops.FP32_WEIGHTS}
 _LAYOUTS = {"": 0, "prepared ": rowops.PREPARED}
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..weights.expert_weights import ExpertWeights
 
 _GATHERED = "rows"  # the operand that rows are gathered into
-_CODES = "codes"  # the operand that they are quantised into
+_CODES = "codes"  # the operand that rows are quantised into
 
 
 class Scratch(NamedTuple):
@@ -77,7 +77,7 @@ def operands_of(w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | Non
     operands = {"w": w.codes, "w_scale": w.kernel_scale if derived else None, "w_outer": w.outer_scale}
     operands["w_zero"], plain = w.zero, w.plain_scale
     if all(plain is not operand for operand in operands.values()):  # else two operands would be one tensor
-        operands["w_plain_scale"] = plain  # also the scales as they are, not only those derived for kernels
+        operands["w_plain_scale"] = plain  # the plain scales, in addition to the scales derived for kernels
     return operands
 
 
@@ -269,13 +269,13 @@ def _product(kernel: ProductKernel, call: Rows, fusion: Fusion, stride_y: int, i
         step = _row_step(kernel, call, {"index": index}, (stride_x, stride_y, index_end if fusion else None))
         return Product((step,), zeroes)
     from ..driver.launcher import repeats_rows
-    from . import gather as launch_gather  # here, as most calls read rows as they are
+    from . import gather as launch_gather  # here, as most calls gather no rows first
     from . import rowops
 
     left, checks = fusion & ~(Fusion.GATHER | Fusion.SILU), call.bounds is None
     index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
     if x.shape[0] == 1 and call.gather_divisor == call.M and repeats_rows(x.get_device()):
-        # All rows are the one token's, and so they are in any call of a number near M: two tokens have twice as many.
+        # All rows belong to one token, also in any call with about M rows: two tokens have twice as many.
         return Product((_row_step(kernel, call, {"index": index}, (0, stride_y, index_end if left else None)),), zeroes)
     gather = launch_gather.step(
         kernel.gather,

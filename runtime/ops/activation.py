@@ -206,7 +206,7 @@ def _gradient_by_torch(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     scale = None if weights is None or index is None else weights[index.long()][:, None]
     dh = dweights = None
-    if bounds is not None:  # rows of no expert are uninitialised: as NaN they would stop autograd's anomaly mode
+    if bounds is not None:  # rows of no expert are uninitialised: NaN there would stop autograd's anomaly mode
         inside = torch.arange(len(h), device=h.device) < bounds[-1]
         h, da = (torch.where(inside[:, None], tensor, 0) for tensor in (h, da))
     with torch.enable_grad():

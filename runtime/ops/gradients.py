@@ -66,7 +66,7 @@ def grad_x(call: Call, dy: GradY, executor: EagerExecutor = EAGER, beside: Besid
     topk, index = call.form.topk, call.fusions.index
     many = call.x_rows * topk
     if beside is not None and call.form.permute_x and call.fusions.weights is None and many == call.M:
-        # Code that adds a low-rank part stores rows where they are: they are put in their places afterwards.
+        # Kernels that add a low-rank part don't scatter: rows are scattered afterwards.
         raw = low_rank.product(_rows_of_dx(call, dy, None, moves=False), *beside, executor)
         if index is None:
             raise AssertionError("no index")

@@ -66,8 +66,8 @@ class How(NamedTuple):
 def place(m_sizes: torch.Tensor, starts: torch.Tensor | None, room: int, R: int) -> Placed:
     """List the rows of experts among R rows, without reading anything on the host.
 
-    Expert e's begin at starts[e], without ``starts`` at e * room, and are ``room`` at most. A count below zero is zero,
-    and no expert's rows pass R.
+    Expert e's rows begin at starts[e], or without ``starts`` at e * room, and are at most ``room``. A count below zero
+    is zero, and no expert's rows pass R.
     """
     E, device = m_sizes.shape[0], m_sizes.device
     placed = _by_kernel(m_sizes, starts, room, R)

@@ -18,7 +18,7 @@ _ONE = {"e8m0": 127}  # the scale 1, as its code
 
 
 def padded(weights: ExpertWeights, N: int, K: int, *, parts: int = 1) -> ExpertWeights:
-    """The weights with zero rows and columns after their own, as new tensors [E, N, K]; unchanged if already so large."""
+    """The weights with zero rows and columns after their own, as new tensors [E, N, K]; unchanged if they fit."""
     _, rows, columns = weights.shape
     if (rows, columns) == (N, K):
         return weights
