@@ -3,12 +3,12 @@
     python benchmarks/run.py guard --record h200.json     # at the commit to compare with
     python benchmarks/run.py guard --against h200.json    # after a change of kernels, the tuner or the ranking
 
-Each cell is what the runtime decides on here, judged and timed as the tuner does (aot/measure/bench.py), in turns with
-torch's grouped_mm where torch has a call for it. Needs no Triton: nothing is compiled.
+Each cell runs the kernel that the runtime selects, tested and timed as in the tuner (aot/measure/bench.py), in turns
+with torch's grouped_mm if torch supports the cell. Needs no Triton: nothing is compiled.
 
-A cell's ratio is its time over the one recorded, scaled by what torch's product took now over then: in the cell itself,
-or in the median of those cells where torch was timed. It fails where the geometric mean of all ratios is over 1.02, one
-of them over 1.08, a result is wrong, or a cell runs on no bundle's code any more.
+A cell's ratio is its time over the recorded time, divided by the drift of torch's product: in the cell itself, or the
+median over the cells where torch was timed. The benchmark fails if the geometric mean of all ratios is over 1.02, a
+ratio is over 1.08, a result is wrong, or no bundle has a kernel for a cell any more.
 """
 
 from __future__ import annotations

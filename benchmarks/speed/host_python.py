@@ -110,7 +110,7 @@ def made_up_gpu(support: Path, noted: list[object] | None = None) -> Iterator[No
     torch.set_num_threads(1)
     torch.manual_seed(0)  # the same tensors in both trees
     guards = torch._C._dynamo.guards
-    guards._empty_strided_cuda = lambda *how: torch.empty_strided(how[0], how[1], dtype=how[2])  # as tests/conftest.py
+    guards._empty_strided_cuda = lambda *how: torch.empty_strided(how[0], how[1], dtype=how[2])  # see tests/conftest.py
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         settings = {"PRETUNED_BUNDLES": folder, "XDG_CACHE_HOME": folder, "PRETUNED_DISABLE_SELF_TEST": "1"}
         for name, value in settings.items():
