@@ -56,9 +56,9 @@ def _power_text(exponent: int) -> str:
 def int4_text(groups: int) -> str:
     """PTX: $0 ... $7 of the words $8 and $9 of a row and its scales $10: (code - 8) x scale x 2^-16.
 
-    Four bits of a half alone are a bf16: code x 2^-133 in bits 0 to 3, code x 2^-129 in bits 4 to 7. So an fma does
-    it all: code x 2^-133 x (scale x 2^117) - scale x 2^-13, rounded once. runtime/weights/prepared_layout.py has
-    the largest scale.
+    Four bits of a half-word, without the others, are the bf16 code x 2^-133 (bits 0 to 3) or code x 2^-129 (bits 4 to
+    7). So one fma computes a result: code x 2^-133 x (scale x 2^117) - scale x 2^-13, rounded once.
+    runtime/weights/prepared_layout.py has the largest scale.
     """
     lines = [".reg .b16 h0, h1; .reg .b32 t, u, k, low, high, lows, highs, less, eights;"]
     for to, exponent in (("lows", 133 - INT4_DOWN), ("highs", 129 - INT4_DOWN)):

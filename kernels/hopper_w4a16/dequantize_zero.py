@@ -59,8 +59,8 @@ def zeroed_text(groups: int) -> str:
     """PTX: $0 ... $7 of the words $8 and $9 of a row, its scales $10 and zero points $12.
 
     Each result is (code - zero) x scale x 2^-7.
-    Four bits of a half alone are a bf16, as in ``dequantize.int4_text``: code x 2^-133 in bits 0 to 3, code x 2^-129 in
-    bits 4 to 7. An fma makes that (code - zero) / 128 - 1, exactly, a second one this x scale + scale, rounded once.
+    Four bits of a half-word are a bf16, as in ``dequantize.int4_text``: code x 2^-133 or code x 2^-129. An fma turns it
+    into v = (code - zero) / 128 - 1, exactly. A second fma computes v x scale + scale, rounded once.
     """
     lines = [".reg .b16 h0, h1; .reg .b32 t, u, l, h, scale, less;"]
     lines += [f"mov.b32 l, {_bf16(133 - DOWN)}; mov.b32 h, {_bf16(129 - DOWN)};"]

@@ -1,4 +1,4 @@
-"""The parts that every grouped-GEMM kernel shares: which rows an expert has, and which tile is whose."""
+"""The functions that every grouped-GEMM kernel shares: an expert's rows, and a tile's expert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights as prepared codes of fp8 128x128 block, both of w and of w transposed, of one read: for fp8 training.
+"""Quantise weights for fp8 training: read w once, and write prepared fp8 128x128 block codes of w and of its transpose.
 
 Both have the same codes and scales in different places. A program has a block. A thread has eight columns of four rows
 n = 16 s + 8 h + 2 c + p, of which each h and p are a word of the transposed codes; see kernels/rowops/weights.py.

@@ -21,7 +21,7 @@ def _scale(most):
 
 @triton.jit
 def _values(at, first, columns, BLOCK: tl.constexpr):
-    """A row's columns [first, first + BLOCK), float32 [BLOCK / 16, 2, 8], with each two eights exchanged for ``_store``."""
+    """A row's columns [first, first + BLOCK), float32 [BLOCK / 16, 2, 8], in the column order that ``_store`` wants."""
     a = tl.arange(0, BLOCK // 16)[:, None, None]
     h = tl.arange(0, 2)[None, :, None]
     e = tl.arange(0, 8)[None, None, :]
