@@ -58,9 +58,9 @@ def step(
 ) -> Step:
     """rows[i] = x[index[i] // top_k] for dense x [T, columns], index [M] within [0, T*top_k) and rows [M, columns].
 
-    ``used`` is as ``rowops.used`` has it of the bounds that the step is given; ``index`` names the operand that is
-    read. About ``expected`` rows belong to an expert; None: all. (The words in memory that a launch by tokens needs are
-    torch's, of its current stream, which the step's has to be: in a graph capture, of the graph's pool.)
+    ``used`` is ``rowops.used`` of the step's bounds; ``index`` names the operand that is read. About ``expected`` rows
+    belong to an expert; None: all. A launch by tokens takes memory from torch, so the step must run on torch's current
+    stream; in a graph capture the memory is from the graph's pool.
     """
     (T, columns), itemsize, empty = x.shape, x.element_size(), allocator(x.device)
     slots, (behind, flags) = T * top_k, used

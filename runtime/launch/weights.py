@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 KIND_FLAGS = {torch.bfloat16: 0, torch.float16: FP16_WEIGHTS, torch.float32: FP32_WEIGHTS}
 _BLOCK = 64
-_STEP = 16  # strides are multiples of it, in elements
+_STEP = 16  # strides are multiples of this, in elements
 _MOST = 2**31 - 1
 
 

@@ -343,7 +343,7 @@ def layer(
 ) -> torch.Tensor:
     """y [R, H] = act(x @ gate_up[e].T) @ down[e].T of padded rows x [R, H]; ``how.top_k`` is 1.
 
-    y is ``into`` if it is given, whose padding stays as it is without ``zero_tail``. Where nothing needs a gradient.
+    y is ``into`` if it is given, whose padding stays as it is without ``zero_tail``. For calls without a gradient.
     x are codes with ``x_scale`` (``Rows``), which begin at ``starts``.
     """
     _, layout, act, bucket = how
