@@ -128,7 +128,7 @@ class Process:
         if not ready:
             self._process.kill()
             raise self._ended(f"gave no answer in {seconds:g} s")
-        line = stdout.readline()  # (it is asked once at a time, so that no second line waits in the buffer)
+        line = stdout.readline()  # one request at a time, so no second line is in the buffer
         if not line.endswith(b"\n"):
             raise self._ended(f"ended with {self._process.wait()}")
         return json.loads(line)
