@@ -254,7 +254,7 @@ def _kernel_for(E: int, N: int, K: int, M: int, m_sizes: torch.Tensor) -> Produc
 def blocks(
     w: torch.Tensor, *, along_k: bool, along_n: bool, executor: EagerExecutor = EAGER
 ) -> tuple[ExpertWeights | None, ExpertWeights | None] | None:
-    """Prepared fp8_block weights of w [E, N, K], and of w.transpose(1, 2), of one read of w."""
+    """Prepared fp8_block weights of w [E, N, K] and of w.transpose(1, 2), from one read of w."""
     E, N, K = w.shape
     whole = N % GROUP == 0 and K % GROUP == 0 and w.stride(2) == 1 and w.numel() > 0
     strides = all(step % 16 == 0 and 0 <= step <= _MOST for step in w.stride()[:2]) and N * w.stride(1) <= _MOST

@@ -66,9 +66,9 @@ class Fused(NamedTuple):
     """The fusions of a call; kernel flags hold the parts of ``fusion`` that are not compiled into the kernel.
 
     ``index_step`` is 2 for an int64 index; x's row of an index is ``index // x_divisor``. ``zero_tail`` sets
-    the rows of y that belong to no expert to zero; of y [index_end, N] scattered to, those that no row goes to, by code
-    that can (``registry.clears``) alone: of one tile a program if they are ``few``, specialised if it can ``beside``
-    the product.
+    the rows of y that belong to no expert to zero. In a scattered y [index_end, N] these are the rows that no index
+    names, and only some kernels zero them (``registry.clears``): kernels with one tile a program if ``few``,
+    warp-specialised kernels if ``beside`` (the product hides the time).
     """
 
     fusion: Fusion = Fusion.NONE

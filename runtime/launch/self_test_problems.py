@@ -707,7 +707,7 @@ def _activation_grad_codes(on: _RowKernel) -> _Checks:
         yield f"{act} dweights", dweights, dots, on.most
 
 
-# The row kernels of weights: their results are torch's bits.
+# The row kernels of weights: results must equal torch's bit for bit.
 
 _W = E, N, K = 2, 128, 192  # whole blocks of 64, no whole tile
 _AFTER = _full(64, dtype=torch.uint8, value=0x5A)  # the bytes after a result

@@ -80,7 +80,7 @@ def activate(
     columns = act.columns(h)
     if not tensors.on_gpu(h) or torch.compiler.is_compiling() or type(h) is not torch.Tensor or _transformed():
         return by_torch(h, act)
-    if tensors.duals._current_level >= 0 or _traced() is not None:  # both need torch's operations
+    if tensors.duals._current_level >= 0 or _traced() is not None:  # forward AD, a trace: torch's operations only
         return by_torch(h, act)
     rows = h.reshape(-1, h.shape[-1])
     if torch.is_grad_enabled() and h.requires_grad:
