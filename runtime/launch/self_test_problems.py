@@ -452,7 +452,7 @@ def _gather(on: _RowKernel) -> _Checks:
     on.run(looks, x=x, out=notes, top_k=_SLOTS, flags=rowops.USED | rowops.NOTES)
     noted = _full(1 + _SLOTS, value=_ANY)
     noted[0], noted[1 + on.order[:_HAVE].long()] = _HAVE, torch.arange(_HAVE, dtype=torch.float32, device="cpu")
-    yield "where the rows go is noted wrongly: ", notes, noted, 0.0  # the next launch stores by them
+    yield "where the rows go is noted wrongly: ", notes, noted, 0.0  # the next launch reads these notes
     on.run(_T + looks, x=x, used=notes, out=(out := on.results(on.columns)), flags=rowops.BY_TOKEN)
     yield "out", out, want, on.most
 
@@ -508,7 +508,7 @@ def _with_slopes(h: torch.Tensor, da: torch.Tensor, *how: Any) -> tuple[torch.Te
 
 
 def _combine(on: _RowKernel) -> _Checks:
-    """out[t] = the sum over t's slots with a place of weight * (y[place] + bias[expert])."""
+    """out[t] = the sum of weight * (y[place] + bias[expert]) over t's slots that have a place."""
     C, E = on.columns, 5
     place = torch.where(on.order < _HAVE, on.order, -1)
     here, weights = place >= 0, on.draw.normal(_SLOTS)

@@ -1,4 +1,4 @@
-"""Rows of tokens: copied into the sorted order, and out of it each token's added up. By a bundle's kernel, or torch."""
+"""Copy tokens' rows into the sorted order, and sum each token's sorted rows: by a bundle's kernel, or torch."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Lora(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """A [E, r, K], B [E, N, r] in the product's dtype, and s."""
+    """A [E, r, K], B [E, N, r] in the product's dtype, and the scale s."""
 
     A: torch.Tensor
     B: torch.Tensor

@@ -24,8 +24,8 @@ class Routing(NamedTuple):
 
     ``gather_indices`` [T*k]: the flat token*k + slot of each sorted row; ``m_sizes`` int32 [E]: each expert's rows;
     ``bounds`` int32 [E+1]: where each expert's rows begin, and where the last one's end; ``experts`` int32 [T*k]: each
-    slot's expert, not in [0, E) for one that takes no part; ``places`` int32 [T*k]: each slot's sorted row, -1 for one
-    that takes no part.
+    slot's expert, not in [0, E) for a slot that takes no part; ``places`` int32 [T*k]: each slot's sorted row, -1 for
+    a slot that takes no part.
     """
 
     gather_indices: torch.Tensor
