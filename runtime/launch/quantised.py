@@ -178,7 +178,7 @@ def kernel_for_codes(call: Rows, w: ExpertWeights, y: torch.Tensor) -> ProductKe
 
     kernel = lookup(key, build)
     if kernel is None:
-        from ..dispatch.plans import lacks_for_codes  # here, as it is an error
+        from ..dispatch.plans import lacks_for_codes  # here, as only an error needs it
 
         lacking = lacks_for_codes(dispatch_snapshot.snapshot(), problem, local_gpu(device), RowOp.ORDER_CODES)
         raise _no_codes((lacking or "no usable bundle has the GEMM").removeprefix("x stays bf16: "))

@@ -1,6 +1,6 @@
 """Launch the row kernels around the GEMMs from a bundle: found once, launched with plain numbers.
 
-No choice names them: the best that is there runs. Where no bundle has one, the caller's torch does the same.
+No choice names row kernels: the best one in the bundles runs. If no bundle has a row kernel, the caller uses torch.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def place(m_sizes: torch.Tensor, starts: torch.Tensor | None, room: int, R: int)
         first = starts.long()
         left = torch.where(first >= 0, R - first, 0).clamp(0, room)
         counts = torch.minimum(m_sizes.long().clamp(min=0), left)
-    bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).clamp_(max=R)  # (overlapping starts list more)
+    bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).clamp_(max=R)  # overlapping starts may add up to more
     rows = torch.arange(R, device=device)
     expert = torch.searchsorted(bounds[1:], rows, right=True).clamp_(max=E - 1)
     index = torch.where(rows < bounds[E], first[expert] + rows - bounds[expert], 0)
