@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 def launcher(op: RowOp, dtype: DType, device: int, *, aligned: bool) -> RowOpLauncher | None:
     """The launcher of the best kernel for this row operation on ``cuda:device``; None where no usable bundle has one.
 
-    ``aligned`` says whether every pointer and row is a multiple of 16 bytes. It is remembered, so only a first call
-    reads anything. Legal in a graph capture.
+    ``aligned``: every pointer and row is a multiple of 16 bytes. The launcher is cached, so only a first call reads
+    bundles. Legal in a graph capture.
 
     Raises
     ------
