@@ -159,8 +159,8 @@ def _most(dtype: DType) -> float:
 
 _COUNTS = torch.tensor((37, 0, 300, 1, 2, 24), dtype=torch.int32, device="cpu")  # rows of each expert
 _E, _USED = 6, 364
-_M, _TOP_K = 370, 2  # the last 6 rows belong to no expert; sorted rows for each row of x, where they are gathered
-_NAN_ROW, _NAN_TOKEN = 338, 100  # the first row of the fifth expert; a row of x that is gathered
+_M, _TOP_K = 370, 2  # M: the last 6 rows belong to no expert; sorted rows for each row of a gathered x
+_NAN_ROW, _NAN_TOKEN = 338, 100  # NaN: the first row of the fifth expert; a row of a gathered x
 _ROOM = 304  # rows from an expert's first row to the next expert's, in problems with gaps
 _RANK = 72  # rank of a low-rank part: more than a step of a reduction, but no whole number of steps
 _MOVED = Fusion.WEIGHT | Fusion.BIAS
