@@ -474,7 +474,7 @@ def order_step(
         launch,
         f"order the codes of rows of {columns} columns{picked}",
         _MADE | {"x_codes": "x", "index": index},
-        scales=by_row,  # a column's stride depends on the number of rows
+        scales=by_row,  # else a column's stride depends on the number of rows
         behind=(("used", behind, 0), ("scale", 0, columns)),
         columns=columns,
         groups=scale.shape[-1],
