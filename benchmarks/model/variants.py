@@ -88,7 +88,7 @@ def launcher(
 
 
 def fits(variant: Variant, op: Op, M: int, E: int) -> bool:
-    """Leave out variants that can't win: row tiles far larger than an expert's rows, and tiny tiles for many rows."""
+    """False for variants that can't win: row tiles far larger than an expert's rows, or tiny tiles for many rows."""
     rows, block_m = M / E, dict(variant.config)["block_m"]
     if variant.layout is not Layout.NK:
         return False
