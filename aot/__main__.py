@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 
-_NEEDED = ("click", "rich")  # without these not even --help works; the others are asked for where they are used
+_NEEDED = ("click", "rich")  # --help needs these; other packages are checked at their use
 
 
 def main() -> int:
@@ -62,7 +62,7 @@ def _open_standard_streams() -> None:
 
 
 def _whole(stream: io.TextIOWrapper, raw: io.RawIOBase) -> io.TextIOWrapper:
-    """``stream`` through a buffer, which writes again until all is written or an error says why not."""
+    """``stream`` with a buffer that retries short writes until all is written or an error is raised."""
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=True)
 
 

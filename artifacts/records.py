@@ -208,7 +208,7 @@ class RowOp(enum.Enum):
     - ``ACTIVATION_GRAD``: dh from the gradient of a, and the routing weights' gradient
     - ``COMBINE``: out[t] = sum over the slots s of token t of y[t, s]
     - ``CLEAR``: y[r] = 0 for the rows r that no index names; for any dtype, its record says fp32
-    - ``PLACE_ROWS``: list the rows of experts that lie apart, expert by expert; it has no dtype, its record says fp32
+    - ``PLACE_ROWS``: list rows that have gaps between experts, expert by expert; it has no dtype, its record says fp32
     - ``SORT_SLOTS``: sort the slots of all tokens by expert; it has no dtype, its record says fp32
     - ``QUANTIZE_WEIGHTS``: codes and scales of w; the record's dtype is the format, without ``_a16``
     - ``QUANTIZE_BLOCKS``: prepared codes and scales of w and of w transposed, of one read; fp8 128x128 block
@@ -267,7 +267,7 @@ class Fusion(enum.Flag):
     BIAS = 8  # bias[g] of [E, N] is added to each row
     SILU = 16  # y is [M, N/2]: silu(gate) * up of the product's left and right half of columns
     LOW_RANK = 32  # a LoRA adapter of rank r: u[m] @ b[g].T is added to each row, u [M, r] and b [E, N, r]
-    STARTS = 64  # rows of x and y lie apart, those of each expert from a start of its own; x arrives as codes
+    STARTS = 64  # each expert's rows of x and y begin at a start of their own; x arrives as codes
 
     __hash__ = object.__hash__
 

@@ -101,7 +101,7 @@ def check(
         raise BundleUnreadable(f"{what} {path!r}: {component!r} is no regular file (mode {status.st_mode:o})")
     try:
         fault, command = _fault(component, status, component if fd is None else fd, signed)
-    except OSError as error:  # of reading its ACL
+    except OSError as error:  # its ACL can't be read
         raise unreadable(path, error, what) from error
     if fault:
         import shlex  # here, because few processes need it

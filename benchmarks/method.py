@@ -48,9 +48,9 @@ BYTES_PER_S = 4.3e12
 
 
 def floor_us(M: int, N: int, K: int, active: int, itemsize: int = 2) -> float:
-    """Return the least time in us: that of the arithmetic, or of moving each byte once.
+    """Return the least possible time in us: of the arithmetic, or of moving each byte once.
 
-    ``active`` is the number of experts whose weights are moved: those with rows, for dW all.
+    ``active`` is the number of experts whose weights are moved: experts with rows; all for dW.
     """
     return max(2e6 * M * N * K / FLOPS, bytes_us(M, N, K, active, itemsize))
 

@@ -23,7 +23,7 @@ BUNDLES = "an NVIDIA GPU, bundles in PRETUNED_BUNDLES"
 
 
 class Benchmark(NamedTuple):
-    """A benchmark: a module of a folder of benchmarks, whose ``main`` runs it."""
+    """A benchmark: a module in a folder of benchmarks; its ``main`` runs it."""
 
     folder: str
     name: str
@@ -166,7 +166,7 @@ def main() -> None:
         )
     package()
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
-    sys.argv = [f"benchmarks/run.py {name}", *rest]  # as argparse and the results' ``command`` tell it
+    sys.argv = [f"benchmarks/run.py {name}", *rest]  # as argparse and the results' ``command`` show it
     sys.exit(importlib.import_module(f"benchmarks.{matches[0].folder}.{name}").main())
 
 

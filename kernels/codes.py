@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-BLOCK = 64  # rows of w, and of K, that lie together
+BLOCK = 64  # rows of w, and elements of K, in a block
 WORD_ROW = 256  # words of a block's codes in a row of their descriptor
 
 
@@ -23,7 +23,7 @@ class CodeLayout(NamedTuple):
 
     @property
     def words(self) -> int:
-        """32-bit words that a thread has of a row of a block: 8 codes of 4 bits, or 4 codes of 8 bits each."""
+        """32-bit words of codes in a thread's part of a block's row: 8 codes of 4 bits, or 4 codes of 8 bits each."""
         return 4 if self.codes == "e4m3" else 2
 
     @property

@@ -53,7 +53,7 @@ class Specialized(NamedTuple):
     turns_weight_rate: float = 1.2
     turns_exposed: float = 0.05
     dealt_memory: float = 1.0  # factor on the memory's time if tiles are taken in a fixed order (``Tiles.dealt``)
-    turns_waste: float = 0.5  # cost of the share of a tile's columns past the last, of the tile's time
+    turns_waste: float = 0.5  # cost of a tile's columns past the last one; 1 is their full share of its time
 
 
 class ConstantsFamily(NamedTuple):

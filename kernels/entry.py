@@ -153,10 +153,10 @@ class Order(NamedTuple):
 
     operands: str  # what the instructions multiply
     instruction: str  # one of the names above
-    step: int  # of K, that one instruction sums; the next one's sum is added to its result, K ascending
-    accumulators: int = 1  # that share out K; their sums are added at the end
-    share: int = 0  # of K, that one of several accumulators has before it is another's turn
-    partial: int = 0  # of K, after which the tensor cores' sum is added to one in registers; 0: never
+    step: int  # elements of K that one instruction sums; sums of steps are added in ascending order of K
+    accumulators: int = 1  # accumulators that share K; their sums are added at the end
+    share: int = 0  # elements of K that one of several accumulators gets in a row
+    partial: int = 0  # elements of K after which the tensor cores' sum is added to a sum in registers; 0: never
     kept: str = "fp32"  # the type of the sum in registers
     low_rank: bool = False  # the product with an adapter's columns follows in the same accumulator
     rounds: bool = True  # the sum, with bias and weight, is rounded to y's dtype before anything else is done with it
@@ -376,7 +376,7 @@ class KernelEntry(NamedTuple):
     loading_warps: int = 0  # in addition to the warps that multiply
     layouts: Callable[[Op], frozenset[Layout]] = _plain_layouts  # of w, for an op
     pointees: Callable[[Spec], Mapping[str, str]] = _nothing  # element types of pointers that are not the dtype's
-    multiples: Callable[[Spec], Mapping[str, int]] = _nothing  # of aligned variants' arguments: registry.divisibility
+    multiples: Callable[[Spec], Mapping[str, int]] = _nothing  # aligned arguments: registry.divisibility
 
     def schedules(self) -> frozenset[tuple[int, ...]]:
         """Return the (schedule, rows) pairs of its configs."""

@@ -43,7 +43,7 @@ from .entry import READS_ABI
 from .rowops import by_token
 from .spec import Spec, config_of, gemm_of, result_columns, takes_codes_of_x
 
-MARGIN = 1.05  # of modelled times
+MARGIN = 1.05  # a modelled time must be better by this factor
 CHECK_US = 4.0  # one launch that brings an index into range
 _INDEXED = 1.05  # factor of the plain kernel's time for an index
 _SILU_ROWS = 64  # rows of an expert that a modelled kernel with silu needs

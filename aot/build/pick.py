@@ -53,7 +53,7 @@ class Shippable:
     reasons: Mapping[Family, Sequence[str]] = field(default_factory=dict)
 
     def demand_every_family(self, plan: BuildPlan, candidates: Candidates | None = None) -> None:
-        """Raise CompileError with the reasons if ``candidates``, or else its own, lack a variant for a problem."""
+        """Raise CompileError with the reasons if a problem has no variant in ``candidates`` (default: the pool's)."""
         pool = candidates or self.candidates
         able: dict[Family, list[Variant]] = {}
         for code in pool.all_variants:
@@ -163,7 +163,7 @@ def picked(plan: BuildPlan, path: Path, there: Shippable, options: BuildOptions,
 def published_candidates(
     plan: BuildPlan, all_candidates: Candidates, incumbents: Incumbents, configs: int = CONFIG_LIMIT
 ) -> Iterator[tuple[Path, Ships, Entrants]]:
-    """Yield a file of all candidates, a function that tells what would ship, and the bundles that take part."""
+    """Yield a file of all candidates, a function that lists the variants to ship, and the bundles that take part."""
     sm, runs = all_candidates.target.sm, incumbents.on(plan.buckets)
     with scratch_folder() as scratch:
         file = scratch / f"candidates-sm{sm}.msgpack"
@@ -204,7 +204,7 @@ def _from_journal(
     except InputError as error:
         if outcome or options.journal:
             raise
-        watch.on_note(f"note: not used: {error}")  # the user did not name it: it is of another build in this directory
+        watch.on_note(f"note: not used: {error}")  # a journal of another build in this directory
         return candidates, None
     wanted = {cell_of(problem, bucket) for problem, buckets in plan.buckets.items() for bucket in buckets}
     if options.journal and evidence.cells and wanted.isdisjoint(evidence.cells):

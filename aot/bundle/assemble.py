@@ -42,7 +42,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class BundleChoice:
-    """A choice whose ``variant`` and ``runner_up`` are places in a ``VariantTable``, with its GPU written out."""
+    """A choice whose ``variant`` and ``runner_up`` are indices into a ``VariantTable``, with its GPU's record."""
 
     bucket: int
     variant: int

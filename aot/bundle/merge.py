@@ -131,7 +131,7 @@ def merge(bundles: Mapping[str, Bundle]) -> Merged:
     agreed = 0
     for (problem, bucket), cell in cells.items():
         modelled = cell.pop(_NO_GPU, [])
-        cell.setdefault(min(cell, default=_NO_GPU), []).extend(modelled)  # they lose to measured claims
+        cell.setdefault(min(cell, default=_NO_GPU), []).extend(modelled)  # modelled claims lose to measured claims
         for rivals in cell.values():
             rivals.sort(key=lambda entry: entry[0])
             best_key, best, winner = rivals[0]

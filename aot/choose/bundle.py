@@ -117,7 +117,7 @@ def _gpus(evidence: Timings | None, taken: TakenOver | None) -> tuple[Gpu, ...]:
 def _taken_rows(
     plan: BuildPlan, sound: Sequence[Compiled], evidence: Timings | None, taken: TakenOver
 ) -> dict[Problem, list[Choice]]:
-    """The choices to take over, with their variants and GPUs as places in ``sound`` and ``_gpus``."""
+    """The choices to take over, with their variants and GPUs as indices into ``sound`` and ``_gpus``."""
     code, gpus, bundle = SameCode(sound), _gpus(evidence, taken), taken.bundle
     place = [code.place(variant) for variant in bundle.variants]
     gpu_at = [gpus.index(gpu) for gpu in bundle.gpus]

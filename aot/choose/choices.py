@@ -63,7 +63,7 @@ Ranked = list[_RankedCell]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The variants that ship: ``choices`` are places in ``variants``, ``losses`` the cost of shipping so few.
+    """The variants that ship: ``choices`` have indices into ``variants``, ``losses`` the cost of shipping so few.
 
     ``taken`` choices, of ``taken_cells``, were measured and are taken over from installed bundles.
     """
@@ -296,7 +296,7 @@ def _least(times: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _beside(problem: Problem, problems: Container[Problem]) -> bool:
-    """True if the problem's shape is also there with w as [E, N, K]."""
+    """True if ``problems`` also has the problem with w as [E, N, K]."""
     return problem.layout is Layout.KN and problem._replace(layout=Layout.NK) in problems
 
 

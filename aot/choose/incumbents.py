@@ -64,7 +64,7 @@ class TakenOver:
 
 @dataclass(frozen=True, slots=True)
 class Incumbents:
-    """The bundles that the runtime finds before there is a new one."""
+    """The bundles that the runtime would find without the new bundle."""
 
     snapshot: Snapshot
 
@@ -208,7 +208,7 @@ def _measured_part(usable: Usable, snapshot: Snapshot, cells: Cells) -> tuple[Bu
                     variant=number[choice.variant],
                     runner_up=None if second is None else place[second],
                     runner_up_ns=None if second is None else choice.runner_up_ns,
-                    plan=(),  # the bundle that takes it over makes its own
+                    plan=(),  # the new bundle makes its own plans
                 )
             )
         if row:

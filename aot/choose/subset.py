@@ -15,7 +15,7 @@ from ...artifacts.records import DType, Fusion, Layout, Op, Problem
 
 MAX_LOSS = 0.02  # a shape may lose this much against its own best before a larger set is worth it
 MIN_GAIN = 0.0005  # the least reduction of the mean loss that is worth one more variant
-SMALL_TABLE = 5000  # times; above that the set grows from one start only
+SMALL_TABLE = 5000  # entries of a table of times; for larger tables the set grows from one start only
 MISSING = 2.0  # a variant without a time for a shape counts as this many times the slowest one there
 
 Family = tuple[Op, DType, Layout, Fusion]
@@ -56,7 +56,7 @@ class _Costs:
         return [min(costs) for costs in zip(*(self.columns[variant] for variant in chosen), strict=True)]
 
     def score(self, floor: Sequence[float], extra: int | None = None) -> float:
-        """Mean cost, plus all that cells are over the allowance; ``extra`` joins the set."""
+        """The mean cost, plus all costs above the allowance; with ``extra``, the cost of the set that includes it."""
         if extra is not None:
             floor = [a if a < b else b for a, b in zip(floor, self.columns[extra], strict=True)]
         allowed = self._allowed
@@ -95,7 +95,7 @@ def _grow(costs: _Costs, limit: int, first: int | None) -> tuple[float, list[int
 
 
 def _choose(costs: _Costs, limit: int) -> list[int]:
-    # A small table is cheap enough to grow from every variant: swaps of one alone stop at local optima.
+    # A small table is cheap enough to grow from every variant: single swaps stop at local optima.
     small = costs.count * len(costs.variants) <= SMALL_TABLE
     starts: list[int | None] = [None, *costs.variants] if small else [None]
     score, chosen = min(_grow(costs, limit, first) for first in starts)

@@ -17,7 +17,7 @@ def verbs(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> li
 
 
 def models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Ids and aliases of the catalogue that begin so, in any case, and files."""
+    """Ids and aliases of the catalogue that begin with the incomplete word, in any case, and files."""
     ids = (name for entry in catalogue().values() for name in (entry.id, *entry.aliases))
     begun = [name for name in ids if name.lower().startswith(incomplete.lower())]
     # The file item first: bash drops the items before it.

@@ -52,7 +52,7 @@ def directory(file_okay: bool) -> Callable[[str | Path], Path]:
 
 
 def _path(wanted: str, **how: bool) -> Callable[[str | Path], Path]:
-    """The type of an option that is a path; an empty one, as from an unset variable, would mean this directory."""
+    """The type of an option that is a path; it refuses an empty path, which would mean the current directory."""
     path = click.Path(path_type=Path, **how)
 
     def converted(value: str | Path) -> Path:
@@ -210,7 +210,7 @@ def _exists(path: str) -> None:
         hint = "name a bundle, or a directory of bundles such as aot build writes"
         raise InputError(f"bundle '{printable(path)}': no such file; {hint}") from None
     except (OSError, ValueError):
-        return  # opening it says why
+        return  # opening the file reports the reason
 
 
 def count_list(option: str, text: str) -> list[int]:

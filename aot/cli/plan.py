@@ -102,7 +102,7 @@ def estimate(
 def _fresh(
     wanted: Sequence[Spec | RowOpSpec], sm: int, cache: CompileCache | None
 ) -> Sequence[Spec | RowOpSpec] | None:
-    """The variants that are not cached; None if no Triton is installed to tell."""
+    """The variants that are not cached; None without Triton, as cache keys need its version."""
     if cache is None:
         return wanted
     try:

@@ -98,7 +98,7 @@ def report(
         if not path.exists():
             raise InputError(f"'{path}': no such file; wanted a bundle or a journal")
     if source.endswith(SUFFIX) and not is_bundle(Path(source)):
-        open_bundle(source)  # says what is wrong with it: a damaged bundle is no journal
+        open_bundle(source)  # raises an error about a damaged bundle, which is no journal either
     check_page(out)
     if ops and not models:
         raise click.UsageError("--ops needs --models: it selects ops of these models")

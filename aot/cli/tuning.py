@@ -92,7 +92,7 @@ def _part(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
 
 
 def _share(ctx: click.Context, parameter: click.Parameter, value: float) -> float:
-    if math.isnan(value):  # click's ranges let it through
+    if math.isnan(value):  # click's ranges accept NaN
         raise click.BadParameter("nan is no share, wanted more than 0 and at most 1", ctx, parameter)
     return value
 

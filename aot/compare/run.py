@@ -55,7 +55,7 @@ def relative_error(result: torch.Tensor, inputs: Inputs, op: str = "forward") ->
     forward: y[g] = x[g] @ w[g].T; dX: dx[g] = dy[g] @ w[g]; dW: dw[g] = dy[g].T @ x[g];
     silu: silu(gate) * up of the forward's left and right half of columns.
     """
-    wrong = total = torch.zeros((), dtype=torch.float64, device=result.device)  # read once: E may be hundreds
+    wrong = total = torch.zeros((), dtype=torch.float64, device=result.device)  # on the GPU, to be read once
     start = 0
     torch.backends.cuda.matmul.allow_tf32 = False  # the reference is fp32, whatever the call under test may use
     for expert, rows in enumerate(inputs.m_sizes.tolist()):
@@ -406,7 +406,7 @@ def compare(
 
 
 class _Compared:
-    """One device, with memory for the largest weights throughout: freeing much slows later launches."""
+    """The comparison on one device. It keeps memory for the largest weights: freeing much slows later launches."""
 
     def __init__(self, there: Libraries, device: torch.device, budget_ms: float, most: int) -> None:
         self._there, self._device, self._budget_ms = there, device, budget_ms

@@ -93,7 +93,7 @@ def _unpack(payload: bytes, spec: Spec | RowOpSpec) -> Compiled | None:
         record, cubin = msgpack.unpackb(
             payload, use_list=False, max_bin_len=MAX_CUBIN_BYTES, max_array_len=2, max_map_len=0, max_ext_len=0
         )
-        variant = read_variant(record, len(cubin))  # each field's type and range, as of a bundle's
+        variant = read_variant(record, len(cubin))  # checks each field's type and range, like a bundle's reader
         if variant.cubin_sha256 != hashlib.sha256(cubin).digest():
             return None
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException):

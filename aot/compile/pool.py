@@ -163,7 +163,7 @@ def interrupts_held() -> Iterator[None]:
     """Block Ctrl-C and hangups while the pool starts: its workers inherit that, and only the pool ends them."""
     held = {signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
-    resource_tracker.ensure_running()  # the pool would start it, and starting it lets Ctrl-C through again
+    resource_tracker.ensure_running()  # else the pool starts the tracker, which unblocks Ctrl-C
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
         yield

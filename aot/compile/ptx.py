@@ -38,7 +38,7 @@ EVICT_FIRST = 0x12F0000000000000
 _LOAD = re.compile(r"(cp\.async\.bulk\.tensor\.3d\.shared::\w+\.global[\w.:]*)( \[[^;]*\]);")
 _STORE = re.compile(r"(cp\.async\.bulk\.tensor\.3d\.global\.shared::\w+[\w.:]*)( \[[^;]*\]);")
 _WRITTEN_COLUMNS = 256
-# A loop that is one block of code, and in it the comment of kernels/hopper_plain/fitted.py.
+# A loop without branches inside, which has the comment that kernels/hopper_plain/fitted.py writes.
 _SAID = r"// products of (?P<register>%\w+) times (?P<grain>\d+) rows, (?P<most>\d+) times at most"
 _INSIDE = r"(?:(?!\$L\w+:).*\n)*?"
 _LOOP = re.compile(
@@ -80,7 +80,7 @@ def cut(ptx: str) -> str:
     Raises
     ------
     ValueError
-        if it has no such product, or another.
+        if it has no product of 256 columns, or a product of another size.
     """
     return _shorter(_moved(ptx), PINGPONG_COLUMNS)
 
@@ -102,7 +102,7 @@ def fit(ptx: str) -> str:
 
 def _fitted(loop: re.Match[str]) -> str:
     name, body, register, grain = loop["name"], loop["body"], loop["register"], int(loop["grain"])
-    if len(re.findall(rf"{re.escape(register)}\b", body)) != 2:  # the line that says so has it twice
+    if len(re.findall(rf"{re.escape(register)}\b", body)) != 2:  # the line of the comment names the register twice
         raise ValueError(f"{register}, of how many rows the products are, is used in their loop, so may be set there")
     to: list[str] = []
     copies: list[str] = []

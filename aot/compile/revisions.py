@@ -62,7 +62,7 @@ def _texts(home: Path) -> dict[Path, bytes]:
     return texts
 
 
-@functools.cache  # every variant's key asks for it
+@functools.cache  # cached, because every variant's key needs it
 def _parsed(text: bytes) -> tuple[tuple[tuple[int, tuple[str, ...]], ...], bytes]:
     """The imports of a source from its own layer, as (levels up, name), and the digest of its syntax tree."""
     imports = [

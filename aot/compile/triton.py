@@ -32,7 +32,7 @@ from .toolchain import toolchain, unable
 # Same code for everyone: no line info (it embeds paths and triples the size), fused multiply-add stated
 # because its default changes between Triton versions.
 OPTIONS = ("enable_fp_fusion=True", "line_info=off")
-_ELEMENT = {DType.BF16: "bf16", DType.FP16: "fp16", DType.FP32: "fp32", DType.TF32: "fp32"}  # of x and y; else bf16
+_ELEMENT = {DType.BF16: "bf16", DType.FP16: "fp16", DType.FP32: "fp32", DType.TF32: "fp32"}  # x's and y's; else bf16
 # CUtensorMapDataType (cuda.h), else bf16; 11 rounds fp32 to tf32 on load, where the tensor core would cut it off.
 _MAP_ELEMENT = {DType.BF16: 9, DType.FP16: 6, DType.FP32: 7, DType.TF32: 11}
 # Environment variables that change Triton's code and are in no job's key: removed before a compilation.
@@ -123,7 +123,7 @@ def kernels_of(compiled: Iterable[Compiled]) -> tuple[Kernel, ...]:
 
 
 def _map_element(name: str, spec: Spec | RowOpSpec) -> int:
-    """The element type of a TMA tensor map: results are not rounded again."""
+    """The element type of a TMA tensor map; a tf32 dW's result is stored as plain fp32."""
     if isinstance(spec, Spec) and (held := gemm_entry(spec).held.get(name)) is not None:
         return held.code
     return _MAP_ELEMENT.get(DType.FP32 if spec.dtype is DType.TF32 and name == "dw" else spec.dtype, 9)
@@ -137,7 +137,7 @@ def arguments_of(spec: Spec | RowOpSpec) -> tuple[tuple[str, str], ...]:
 class CompilerInputs(NamedTuple):
     """The inputs of a compilation besides the source: each argument's type, sizes of descriptors, constants.
 
-    ``rewrites`` is the digest of what rewrites its PTX, "" if nothing does.
+    ``rewrites`` is the digest of the code that rewrites the PTX; empty if none does.
     """
 
     types: dict[str, str]

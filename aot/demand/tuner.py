@@ -442,7 +442,7 @@ class OnDemand:
                     return False
                 reload()
                 fresh = not force or _overlay_file(local) not in (None, before)
-                if not (fresh and _attempted(planned.buckets, local)):  # else another process has just done it
+                if not (fresh and _attempted(planned.buckets, local)):  # else another process has tuned them
                     self._tune(planned, local, device)
         except PretunedError as error:
             _log.warning("pretuned: tuning on demand failed, %s: %s", _instead(planned.buckets, local), error)
@@ -602,9 +602,9 @@ def shape_of(key: CacheKey) -> LayerShard:
 def planned_for(key: CacheKey, shape: LayerShard) -> BuildPlan:
     """The problems that ``grouped_gemm`` runs for the shape, at the key's bucket only."""
     whole = plan([shape])
-    whole = whole.without(set(filter(optional, whole.problems)))  # no call names a config of these
+    whole = whole.without(set(filter(optional, whole.problems)))  # calls can't name optional problems' configs
     if any(dtype.quantised for dtype in shape.dtypes):
-        whole = planned_on(whole, (key.sm,))  # prepared or checkpoint layout, as its kernels want
+        whole = planned_on(whole, (key.sm,))  # the capability decides: prepared weights or checkpoint layout
     return BuildPlan(dict.fromkeys(whole.problems, (key.bucket,)), whole.models)
 
 

@@ -208,7 +208,7 @@ def _cache(directory: str | None) -> CompileCache | None:
 
 def _specs(problem: Problem, aligned: Iterable[Config], sm: int) -> list[Spec]:
     """The aligned variants of these configs, and the fallbacks."""
-    family = Family(problem.op, problem.dtype, problem.layout, problem.fusion)  # not ``canonical``
+    family = Family(problem.op, problem.dtype, problem.layout, problem.fusion)  # as called, not ``canonical``
     return compilable(family, aligned, fallbacks(problem.op, problem.dtype, sm), [problem.E])
 
 

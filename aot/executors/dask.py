@@ -118,7 +118,7 @@ class DaskGpu:
         except Exception as error:  # the scheduler is gone
             _fail(answer, GpuGone(DIED, f"the scheduler takes no jobs: {error or type(error).__name__}"))
         else:
-            # Keep the task before until Dask has this one: its client sends every 10 ms.
+            # Keep the previous task until Dask has this one, because Dask's client sends only every 10 ms.
             self._latest = task
             task.add_done_callback(lambda done: self._pass_on(done, read, answer))
         if self._gone:

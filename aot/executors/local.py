@@ -134,7 +134,7 @@ def _tell(done: Any, answer: Future[T], name: str, timeout_s: float) -> None:
         answer.set_exception(WorkerLost(HUNG, f"it did not end within {timeout_s:g} s"))
     except ProcessExpired as error:
         answer.set_exception(WorkerLost(DIED, f"the process on {name} died ({how_ended(error.exitcode)})"))
-    except BrokenProcessPool as error:  # it died before the pool knew that it had the job
+    except BrokenProcessPool as error:  # the worker died before the pool had assigned the job
         answer.set_exception(WorkerLost(DIED, f"the process on {name} is lost: {error}"))
     except BaseException as error:  # the tuner reports what a worker raises
         answer.set_exception(error)

@@ -18,7 +18,7 @@ from ...artifacts.records import Problem
 
 MAX_REASON_CHARS = 1 << 16
 
-ROUTINGS = ("skewed", "uniform")  # how rows fall on experts: inputs.measured_routings
+ROUTINGS = ("skewed", "uniform")  # distributions of rows over experts: inputs.measured_routings
 
 LONG_NS = 10_000_000  # launches that take longer are timed in three rounds
 AGAIN = 3  # factor on the rounds of a second measurement

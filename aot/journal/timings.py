@@ -77,7 +77,7 @@ class Timings:
     gpus: tuple[Gpu, ...]
     cells: Mapping[Cell, CellTimes]
     failed: Mapping[bytes, Failure]
-    held_against: tuple[bytes, ...] = ()  # the digests of the bundles that had the incumbents
+    held_against: tuple[bytes, ...] = ()  # the digests of the bundles with the baseline kernels
 
     @classmethod
     def of(cls, contents: Contents) -> Timings:

@@ -54,9 +54,9 @@ from .inputs import (
 )
 from .job import MeasureJob, MeasureResult, Setup, WorkerInfo
 
-MAX_ROW_ERROR = 0.1  # of one row, over the root mean square of all: a wrong row has about 1
-# With one vector, rounding makes a row that is nearly orthogonal to it look wrong. Many rows average that out; for a
-# single row, like one expert's in dW, eight vectors do.
+MAX_ROW_ERROR = 0.1  # a row's error over the rows' root mean square; a wrong row has about 1
+# Vectors that results are projected on. A row nearly orthogonal to a single vector looks wrong, because of rounding.
+# Averages over many rows hide this; with few rows, like one expert's in dW, eight vectors do.
 _VECTORS = 8
 _MANY_ROWS = 256
 _CHUNK_ELEMENTS = 1 << 26
@@ -134,7 +134,7 @@ def _chunks(rows: int, width: int, start: int = 0) -> list[slice]:
 
 
 _EACH = 8  # one column of so many is checked
-_GROUP = 8  # checked columns that are summed: 64 of y
+_GROUP = 8  # checked columns that are summed, out of 64 columns of y
 _GATED_CHUNK_ELEMENTS = 1 << 26
 
 
@@ -299,7 +299,7 @@ class Bench:
 
     def _measured(self, job: MeasureJob) -> MeasureResult:
         plain = None if job.plain is None else plain_of(job.problem)
-        beside = None if plain is None else self._tensors(plain, job.bucket)  # first, as its buffers are larger
+        beside = None if plain is None else self._tensors(plain, job.bucket)  # first: its buffers are larger
         on = self._tensors(job.problem, job.bucket)
         routings = self._routed(job.problem.E, job.bucket)
         failures: list[Failure] = []

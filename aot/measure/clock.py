@@ -58,7 +58,7 @@ class Clock:
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self._device)
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._events: list[torch.cuda.Event] = []
-        # The graphs share a pool that a tiny graph holds: own pools would keep memory until the cache is emptied.
+        # All graphs share a tiny graph's memory pool: a pool for each would keep its memory until the cache is emptied.
         self._holder: torch.cuda.CUDAGraph | None = None
 
     def capture(self, call: Callable[[], object], *, warm: bool = True) -> Captured:
@@ -108,7 +108,7 @@ class Clock:
 
 
 class HostClock:
-    """``Clock`` for calls on the CPU, by the host's clock: nothing is captured, a replay calls."""
+    """``Clock`` for calls on the CPU, by the host's clock: without graphs, so a replay is a call."""
 
     def __init__(self) -> None:
         self.flush = torch.empty(1 << 20, dtype=torch.int8)

@@ -146,7 +146,7 @@ class ConfigFamily:
     gated: bool = True
     one_shared: bool = False  # one shared expert of width I, which no field names
     layouts: tuple[Layout, ...] = (Layout.NK,)
-    kinds: tuple[str, ...] = ("",)  # of experts in one layer: a field that is a list of so many has one value for each
+    kinds: tuple[str, ...] = ("",)  # kinds of experts in a layer: a field with a list has a value for each
     attention: tuple[str, ...] = ()  # the fields whose product is the width of experts in attention, without a gate
     zero_experts: str = ""  # the field that counts experts without weights
     note: str = ""
@@ -181,7 +181,7 @@ PARAMS = ConfigFamily("", ("moe.expert_hidden_dim", "hidden_dim"))
 
 
 def family_of(model_type: str) -> ConfigFamily | None:
-    """The family of a model type, or None; the names of the fields alone are used then."""
+    """The family of a model type; None if no family matches, and fields are then recognised by their names."""
     return next((family for family in FAMILIES if model_type.startswith(family.prefix)), None)
 
 

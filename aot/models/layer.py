@@ -71,7 +71,7 @@ def activation_in(values: Mapping[str, object], model_type: str) -> tuple[Activa
 
 
 def _exceptions(limits: object) -> str:
-    """Name the layers that have a limit; ``limits`` has one a layer, 0 and null mean none (Step-3.5 and 3.7)."""
+    """Name the layers with a limit; ``limits`` has an entry for each layer, 0 or null for none (Step-3.5 and 3.7)."""
     some = {
         at: limit
         for at, limit in enumerate(limits if isinstance(limits, list) else ())

@@ -441,7 +441,7 @@ def _item(path: str) -> Item:
         data = Path(path).read_bytes()
     except OSError as error:
         raise HostError(f"can't read '{path}': {error.strerror}") from error
-    bundle = sound(path, hashlib.sha256(data).hexdigest())  # these very bytes
+    bundle = sound(path, hashlib.sha256(data).hexdigest())  # checks that the file still has the bytes read above
     signed_by = read(path)
     if signed_by is not None:
         digest = read_preamble(data[:PREAMBLE_BYTES], len(data), path).digest

@@ -127,7 +127,7 @@ def specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Spec, ...]:
     """
     variants: list[Spec] = []
     for family, members in families(problems).items():
-        ops = sorted({problem.op for problem in members}, key=lambda op: op is not family.op)  # its own first
+        ops = sorted({problem.op for problem in members}, key=lambda op: op is not family.op)  # the family's op first
         aligned = pool.candidates(family, sm, ops)
         rest = pool.fallbacks(family.gemm, family.dtype, sm)
         variants += compilable(family, aligned, rest, [problem.E for problem in members])
@@ -164,7 +164,7 @@ def low_rank_specs(problems: Iterable[Problem], sm: int, pool: Pool) -> tuple[Sp
 def starts_specs(problems: Iterable[Problem], sm: int) -> tuple[Spec, ...]:
     """The variants that read codes of x where they arrive, for padded rows: one of each tile.
 
-    As of ``low_rank_specs``, no plan has such problems, and ``decide.py`` selects a variant at the call.
+    No plan has such problems, like those of ``low_rank_specs``; ``decide.py`` selects a variant at the call.
     """
     variants: dict[Spec, None] = {}
     for problem in problems:
@@ -179,7 +179,7 @@ def starts_specs(problems: Iterable[Problem], sm: int) -> tuple[Spec, ...]:
 def training_specs(problems: Iterable[Problem], sm: int) -> tuple[tuple[Spec, ...], tuple[RowOpSpec, ...]]:
     """The variants of fp8 training with fp8 128x128 block weights: dW of codes, and the row kernels that make codes.
 
-    As of ``starts_specs``, no plan has such problems.
+    No plan has such problems, like those of ``starts_specs``.
     """
     able = any(problem.dtype is DType.FP8_BLOCK and problem.layout is Layout.NK for problem in problems)
     return search.of_training(sm) if able else ((), ())

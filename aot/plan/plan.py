@@ -194,8 +194,8 @@ def gated_buckets(problem: Problem, buckets: Iterable[int]) -> tuple[int, ...]:
 def planned_on(plan: BuildPlan, sms: Collection[int], pool: Pool | None = None) -> BuildPlan:
     """The plan for some capabilities.
 
-    Left out are replacements for weights that all of them have code for, quantised weights that none has code for, and
-    optional problems that none has code for.
+    The plan has no replacements for weights that all these capabilities have code for, and no quantised weights or
+    optional problems that none of them has code for.
     """
     space = pool or Pool()
     shapes = shapes_on(plan.shapes, sms, space)

@@ -35,7 +35,7 @@ _PREFIX = "pretuned-build-"
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Yield a new folder in the system's temporary directory, removed afterwards, with those of killed runs.
+    """Yield a new folder in the system's temporary directory; remove it afterwards, and folders that killed runs left.
 
     Its owner holds a lock on it, so that later runs recognise stale folders. It is named before it is made, so that an
     interrupt leaves nothing behind. Names never repeat: a run that took one for stale may still remove it.
@@ -101,7 +101,7 @@ _START = (
 )
 _CHARS = 2000  # of a dead child's last output
 _RAISED = {error.__name__: error for error in (CompileError, HostError, InputError)}
-_TIDYING_S = 3.0  # at most, to remove the files
+_TIDYING_S = 3.0  # seconds at most for removing the files
 
 
 def call(
@@ -138,7 +138,7 @@ def call(
 
 
 def _run(function: str, arguments: Mapping[str, object], answer: Path, timeout_s: float) -> None:
-    """``function`` is MODULE:NAME."""
+    """Run ``function``, which is MODULE:NAME, in a child process that writes to ``answer``."""
     error_file = answer.with_suffix(".error")
     work = {
         "path": sys.path,

@@ -29,7 +29,7 @@ def tidy_interrupts() -> Iterator[None]:
         _came = True
         for other in before:
             signal.signal(other, signal.SIG_IGN)
-        before.clear()  # they stay ignored until the process has ended
+        before.clear()  # the signals stay ignored until the process ends
         raise KeyboardInterrupt
 
     for number in before:

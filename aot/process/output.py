@@ -58,7 +58,7 @@ def check_writable(directory: Path, option: str) -> None:
         raise HostError(
             f"can't make the directory '{directory}': {error.strerror}. Name one that can be written with {option}"
         ) from error
-    # access(2) knows read-only file systems too, and that root may write anywhere else.
+    # access(2) also reports read-only file systems, and allows root everything else.
     if not os.access(directory, os.W_OK | os.X_OK):
         read_only = os.statvfs(directory).f_flag & os.ST_RDONLY
         reason = os.strerror(errno.EROFS if read_only else errno.EACCES)

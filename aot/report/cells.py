@@ -75,7 +75,7 @@ class State(enum.Enum):
     MODELLED = "modelled"
     MISSING = "missing"
 
-    __hash__ = object.__hash__  # enum's is slow
+    __hash__ = object.__hash__  # Enum.__hash__ is slow
 
 
 class TimedCandidate(NamedTuple):

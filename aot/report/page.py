@@ -23,7 +23,7 @@ from ...artifacts.records import Fusion, Model, Op
 from ..plan.families import fused
 from .cells import Cell, Sheet, State, gemm_key
 
-# HTML has no control characters, and UTF-8 no half surrogate pairs, as in a file's name.
+# HTML allows no control characters, UTF-8 no lone surrogates; file names may have both.
 _UNPRINTABLE = dict.fromkeys((*range(10), *range(11, 32), *range(127, 160), *range(0xD800, 0xE000)), "\ufffd")
 _RANGES = (("% for M near 1 to 128", 1, 128), ("256 to 8192", 129, 8192), ("more", 8193, 1 << 62))
 _NEAR = 0.2
@@ -327,8 +327,8 @@ def embedded(sheet: Sheet) -> str:
 
     ``columns`` has a list for each field, over all cells, GEMM by GEMM. Times are microseconds in five digits, 0 for
     none; ``model`` and ``second_us`` are thousandths of ``us``, ``spread`` is in thousandths. ``gemm``, ``form``,
-    ``gpu``, ``config``, ``second`` and ``plan`` are places in lists of names. ``flop`` has 2 N K of each GEMM in
-    millions; ``failures`` maps a cell's place to its failures.
+    ``gpu``, ``config``, ``second`` and ``plan`` are indices into lists of names. ``flop`` has 2 N K of each GEMM in
+    millions; ``failures`` maps a cell's index to its failures.
     """
     configs, forms, gpus, plans = _Texts(), _Texts(), _Texts(), _Texts()
     cells = sheet.cells

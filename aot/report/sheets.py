@@ -302,7 +302,7 @@ class Search:
 
     @property
     def choice(self) -> bytes | None:
-        """The variant that a bundle of this journal would choose; None if no variant was timed that never failed."""
+        """The variant that a bundle of this journal would choose; None if every timed variant also failed somewhere."""
         if self.times is None:
             return None
         return self.times.best_of([sha for sha in sorted(self.times.times_ns) if sha not in self.failed])

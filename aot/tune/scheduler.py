@@ -359,7 +359,7 @@ class Scheduler:
         self.stage_begun, self.stage_done, self.stage_cells = time.monotonic(), done, cells
         self.done_s, self.planned_s = 0.0, sum(task.seconds for group in groups for task in group)
         left_s = self.planned_s / max(1, len(self.workers))
-        # Large first balances the GPUs; where time is short, small first measures the most.
+        # Large cells first balances the GPUs; if time is short, small cells first measures the most.
         short = self.end is not None and left_s > self.end - self.stage_begun
         groups.sort(key=lambda group: sum(task.seconds for task in group), reverse=not short)
         self.queue = deque(groups)

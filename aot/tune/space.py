@@ -105,7 +105,7 @@ class TuningSpace:
         return bucket in self.cells.get(problem, ()) and (problem, record.modelled) in self.index
 
     def ran(self, problem: Problem, bucket: int, without: Container[bytes] = ()) -> dict[int, Incumbent]:
-        """The baseline variants of a cell among the candidates, by place, less cubins in ``without``."""
+        """The indices of a cell's baseline variants among the candidates, without the cubins in ``without``."""
         incumbents = self.incumbents.get((problem, bucket), ())
         places = ((self.index.get((problem, incumbent.variant)), incumbent) for incumbent in incumbents)
         return {i: incumbent for i, incumbent in places if i is not None and incumbent.variant not in without}

@@ -32,7 +32,7 @@ BEGIN, END = "# fitted: begin\n", "# fitted: end\n"
 
 
 def cross_validate(cells: Sequence[Cell], begun: Constants, steps: int, seed: int, folds: int = 3) -> Table:
-    """Every model judged by constants fitted on models of other folds only."""
+    """Judge each model by constants that were fitted without it."""
     models = list(dict.fromkeys(cell.model for cell in cells))
     tables = []
     for fold in range(folds):
@@ -44,7 +44,7 @@ def cross_validate(cells: Sequence[Cell], begun: Constants, steps: int, seed: in
 
 
 def source(constants: Constants, sm: int, comment: str) -> str:
-    """The fitted block of kernels/cost.py."""
+    """The fitted block of kernels/cost.py as source text."""
     rows = []
     family = constants.family(sm)
     for name, value in family._asdict().items():
@@ -67,7 +67,7 @@ def select(cells: Sequence[Cell], constants: Constants) -> dict[str, dict[str, o
 
 
 def with_held(fitted: Constants) -> Constants:
-    """Return the fitted constants; those that no sweep measures keep their values from journals and trials."""
+    """Return the fitted constants; constants that no sweep measures keep their values from journals and trials."""
     own, special = CONSTANTS.hopper, fitted.hopper.specialized
     special = special._replace(dealt_memory=own.specialized.dealt_memory)
     return fitted._replace(hopper=fitted.hopper._replace(short_reads=own.short_reads, specialized=special))
@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def _wrapped(command: str) -> list[str]:
-    """The command as comment lines, one word of it each."""
+    """The command as comment lines, one word a line."""
     program, *words = command.split(" ")
     lines = ["# " + program]
     for word in words:

@@ -1,7 +1,7 @@
 """A seeded, annealed random search for the cost model's constants of one generation of GPU.
 
 It lowers the mean log loss (softened: a step function can't be searched), plus a little of the estimates' own
-error, of losses above 5 % and of the way from where the search began: what the data doesn't tell stays as it was.
+error, of losses above 5 % and of the distance from the start: constants that the data doesn't determine stay.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ FITTED_DW: tuple[tuple[str, float, float, float], ...] = (
     ("specialized.weight_exposed", 0.02, 1.0, 1.5),
     ("specialized.turns_weight_rate", 0.9, 1.6, 1.1),
 )
-SHARED = ("cold_ns", "start_ns", "store_ns")  # shared by all generations; each generation has its own of the others
+SHARED = ("cold_ns", "start_ns", "store_ns")  # shared by all generations; each generation has its own other constants
 
-# Start of every search. The last fit is none: it has seen the model that is left out.
+# Start of every search. The last fit can't be the start, because it has seen the model that is left out.
 _FAMILY = ConstantsFamily(
     0.79,
     50.0,
@@ -159,7 +159,7 @@ def search(
     seed: int = 0,
     error_weight: float = ERROR_WEIGHT,
 ) -> Constants:
-    """``steps`` changes of one to three constants, each kept where it helps; at first also what is a little worse."""
+    """Change one to three constants, ``steps`` times; keep changes that help, and at first also slightly worse ones."""
     rng = random.Random(seed)
     sm, packed = cells[0].chip.sm, parts(cells)
     prior = [min(high, max(low, v)) for v, (_, low, high, _) in zip(values_of(begun, sm, ranges), ranges, strict=True)]
@@ -188,7 +188,7 @@ def search(
 
 
 def fit(cells: Sequence[Cell], begun: Constants, steps: int, seed: int = 0) -> Constants:
-    """The constants of the rows' kernels by forward and dX, then, those held, dW's own by dW."""
+    """Fit the constants of the row kernels to forward and dX, then, with these held, dW's own constants to dW."""
     rows = [cell for cell in cells if cell.problem.op is not Op.DW]
     weights = [cell for cell in cells if cell.problem.op is Op.DW]
     if rows:

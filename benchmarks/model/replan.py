@@ -28,7 +28,7 @@ from pretuned.kernels.rowops import CODE_OPS, MAKES_CODES, RowOpSpec, specs
 
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts"
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-MAKES_FIRST = [ops.quantize for ops in CODE_OPS.values()]  # ``specs`` lists further ones behind these
+MAKES_FIRST = [ops.quantize for ops in CODE_OPS.values()]  # ``specs`` lists other ops after these
 SIZE_AT = 16  # in the preamble (artifacts/FORMAT.md, section 1)
 
 
@@ -49,12 +49,12 @@ def without_plans(bundle: Bundle) -> Bundle:
 
 
 def with_row_kernels(bundle: Bundle, where: str) -> Bundle:
-    """The bundle with those of its row kernels compiled anew whose source has changed, and with those that it lacks.
+    """The bundle, with row kernels compiled anew if their source has changed or if they are missing.
 
     Raises
     ------
     RuntimeError
-        if another Triton made the bundle, or a variant does not compile.
+        if another Triton compiled the bundle, or a variant does not compile.
     """
     sm = bundle.target.sm
     digests = {kernel.name: kernel.source_sha256 for kernel in bundle.kernels}
@@ -70,7 +70,7 @@ def with_row_kernels(bundle: Bundle, where: str) -> Bundle:
     results = {result.job.spec: result for result in compile_all([CompileJob(spec, sm) for spec in wanted])}
     codes = [Code(*pair) for pair in zip(bundle.variants, bundle.cubins, strict=True)]
     kernels = {kernel.name: kernel for kernel in bundle.kernels}
-    is_sorted = codes == sorted(codes, key=lambda code: code.sort_key)  # else they are as ``aot compile`` listed them
+    is_sorted = codes == sorted(codes, key=lambda code: code.sort_key)  # else they are in the order of ``aot compile``
     for spec in wanted:
         compiled = results[spec].compiled
         if compiled is None:
@@ -99,7 +99,7 @@ def with_row_kernels(bundle: Bundle, where: str) -> Bundle:
 
 
 def renumbered(choice: Choice, moved: dict[int, int]) -> Choice:
-    """The choice of variants that are elsewhere now."""
+    """The choice with the new numbers of its variants."""
     plan = (
         plan_row._replace(variant=None if plan_row.variant is None else moved[plan_row.variant])
         for plan_row in choice.plan
@@ -109,7 +109,7 @@ def renumbered(choice: Choice, moved: dict[int, int]) -> Choice:
 
 
 def lacks(bundle: Bundle) -> list[RowOpSpec]:
-    """Missing row kernels: those of codes that go with those that quantise x, and place_rows beside sort_slots."""
+    """Specs of missing row kernels: kernels that make codes if any quantises x; place_rows if there is sort_slots."""
     there = {(variant.op, variant.dtype, variant.alignment) for variant in bundle.variants}
     formats = [
         dtype for dtype, ops in CODE_OPS.items() if any(variant.op is ops.quantize for variant in bundle.variants)
@@ -122,7 +122,7 @@ def lacks(bundle: Bundle) -> list[RowOpSpec]:
 
 
 def of_products(bundle: Bundle) -> list[tuple[object, bytes]]:
-    """The variants of products and their cubins."""
+    """The bundle's GEMM variants and their cubins."""
     pairs = zip(bundle.variants, bundle.cubins, strict=True)
     return [(variant, cubin) for variant, cubin in pairs if not isinstance(variant.op, RowOp)]
 

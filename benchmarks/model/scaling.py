@@ -5,7 +5,7 @@
 
 ``efficiency`` is one GPU's seconds over N times those of N GPUs; ``seconds`` are of the measuring, the making of the
 weights included, as the tuner counts them, and ``start_s`` what comes before: processes, torch, CUDA contexts, which
-``efficiency_with_start`` counts too. How GPUs side by side disturb each other's times is told as the ratio of the
+``efficiency_with_start`` counts too. The report shows how GPUs disturb each other's times, as the ratio of the
 modelled choices' times, cell by cell. The Dask legs start a scheduler and workers on loopback, each worker with one
 GPU in CUDA_VISIBLE_DEVICES: once through the tuner's own call, once through ``aot measure --executor dask://...``.
 It exits 1 where a leg's ``efficiency`` is below 0.9, and has written its figures then too.
@@ -43,11 +43,11 @@ GOAL = 0.9
 _START_S = 120.0
 
 Cells = Mapping[Problem, Sequence[int]]
-Leg = Callable[[Path], Mapping[str, object]]  # what Outcome.to_dict() has
+Leg = Callable[[Path], Mapping[str, object]]  # returns Outcome.to_dict()
 
 
 def here(cells: Cells, candidates: Path, gpus: Sequence[int]) -> Leg:
-    """On GPUs of this machine, a worker process each."""
+    """Run on GPUs of this machine, with a worker process each."""
 
     def leg(journal: Path) -> Mapping[str, object]:
         return summary(tune_problems(cells, candidates, journal, budget_s=None, gpus=gpus))
@@ -56,7 +56,7 @@ def here(cells: Cells, candidates: Path, gpus: Sequence[int]) -> Leg:
 
 
 def there(cells: Cells, candidates: Path, executor: str, count: int) -> Leg:
-    """On a Dask cluster, once all ``count`` workers have come."""
+    """Run on a Dask cluster, once all ``count`` workers have joined."""
     from pretuned.aot.executors.dask import dask_gpus
 
     def leg(journal: Path) -> Mapping[str, object]:
@@ -109,7 +109,7 @@ def summary(outcome: Outcome) -> Mapping[str, object]:
 
 @contextlib.contextmanager
 def cluster(count: int, sm: int, folder: Path) -> Iterator[str]:
-    """A scheduler and a worker a GPU; the name that ``--executor`` takes."""
+    """Start a scheduler and a worker for each GPU; yields the name that ``--executor`` takes."""
     address_file, log = folder / "scheduler.json", folder / "dask.log"
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -157,11 +157,11 @@ def cluster(count: int, sm: int, folder: Path) -> Iterator[str]:
 
 
 def timed(leg: Leg, journal: Path, gpus: int) -> dict[str, Any]:
-    """Run a leg."""
+    """Run a leg, and return its figures with the seconds that it took."""
     begun = time.monotonic()
     done: Mapping[str, Any] = leg(journal)
     wall_s = time.monotonic() - begun
-    measuring_s = done["seconds"] - done["look_seconds"]  # the command takes looks, the other legs don't
+    measuring_s = done["seconds"] - done["look_seconds"]  # only the command has a second measurement pass
     row = {
         "gpus": gpus,
         "cells": done["measured"],
@@ -176,7 +176,7 @@ def timed(leg: Leg, journal: Path, gpus: int) -> dict[str, Any]:
 
 
 def judged(legs: Mapping[str, dict[str, Any]]) -> None:
-    """Adds to each leg what share of the ideal it reaches: one GPU's time over its own times its GPUs."""
+    """Add to each leg its share of the ideal speed: one GPU's time over the leg's time times its GPUs."""
     alone = legs["one"]
     for row in legs.values():
         both = {"efficiency": 0.0, "efficiency_with_start": 1.0}
@@ -197,7 +197,7 @@ def modelled_ns(journal: Path) -> dict[object, int]:
 
 
 def disturbance(alone: Path, together: Path) -> dict[str, float]:
-    """Times of the same variants in the same cells, over those of one GPU alone."""
+    """The times of equal variants in equal cells, over the times on one GPU alone."""
     first, second = modelled_ns(alone), modelled_ns(together)
     ratios = sorted(math.log(second[key] / first[key]) for key in first.keys() & second.keys())
     tenth = len(ratios) // 10

@@ -36,7 +36,7 @@ class Cell:
 
 
 def load(path: Path) -> list[Cell]:
-    """The cells of a sweep (benchmarks/model/variants.py)."""
+    """The cells of a sweep's file, which benchmarks/model/variants.py writes."""
     sweep = json.loads(path.read_text())
     chip = chip_named(sweep["gpu"])
     if chip is None:
@@ -53,7 +53,7 @@ def load(path: Path) -> list[Cell]:
         for number, row in sweep["variants"].items()
     }
     op, dtype = Op(sweep.get("op", "forward")), DType(sweep.get("dtype", "bf16"))
-    # Unaligned fallbacks never compete with the others, nor does what was tried and is no candidate.
+    # Unaligned fallbacks and configs that are not candidates any more don't compete.
     listed = candidates(op, dtype, chip.sm)
     competing = {number for number, variant in variants.items() if variant.alignment == 16 and variant.config in listed}
     cells = []
@@ -75,7 +75,7 @@ def load(path: Path) -> list[Cell]:
 
 
 class Rankings:
-    """The estimates of every cell under some constants; the variants of equal sets are prepared once."""
+    """The estimates of every cell for given constants; each set of variants is prepared once."""
 
     def __init__(self, constants: Constants) -> None:
         self._constants = constants
@@ -117,7 +117,7 @@ def _order(name: str) -> tuple[int, int, int, str]:
 
 
 def merged(tables: Iterable[Table]) -> Table:
-    """Tables of disjoint cells as one."""
+    """Tables of disjoint cells, joined into one."""
     tables = list(tables)
     result: Table = {}
     for name in sorted({name for table in tables for name in table}, key=_order):

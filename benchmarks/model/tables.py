@@ -1,4 +1,4 @@
-"""The tables of two pages that come from fits, written anew from their results.
+"""Write the tables of two pages anew from the results of fits.
 
     python benchmarks/run.py tables            # print them
     python benchmarks/run.py tables --write    # put them into the documents
@@ -31,7 +31,7 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def tables() -> Iterator[tuple[Path, str, list[str]]]:
-    """(document, the table's first line as it begins there, the lines under its rule)."""
+    """Yield each table: (document, the beginning of its first line in the document, the lines below its rule)."""
     fit, cost = _read("fit-h200-bf16.json"), _read("unknown-cost.json")
     select = _read("select-h200-bf16.json")["select"]
     yield (

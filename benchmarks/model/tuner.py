@@ -11,11 +11,11 @@ candidates), then all of them. A cell's loss is what the tuner's choice takes ov
 search timed them. That flatters the search: the best of some thirty noisy times is a lucky one.
 
 With ``--sweeps``, on any machine: the tuner's choice of contenders (aot/tune/shortlist.py) on the times of an
-earlier exhaustive run, which stands for the GPU. Candidates that the sweep left out of a cell are not measured there.
+earlier exhaustive run, in place of a GPU. Candidates that the sweep left out of a cell are not measured there.
 
-With ``--journal``, on any machine: the same on the times of a tuner's journal, whose candidates are given too: on all
-plain products, and on those that move rows or end in silu where it has the times of four candidates, or of all. It has
-some of them a cell, so the best of a cell is the best of those.
+With ``--journal``, on any machine: the tuner's choice on the times of a tuner's journal, with its candidates: on all
+plain products, and on fused products if the journal times four candidates or all of them. A journal times only some
+candidates of a cell, so a cell's best is the best of these.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ PROBLEMS = (
     ("gpt-oss-20b gate_up", Op.DW, Fusion.NONE),
     ("olmoe gate_up", Op.DW, Fusion.NONE),
 )
-FORMS = "forms"  # in place of an op, of a journal's products that move rows or end in silu
-ENOUGH = 4  # of a form's candidates with times, or all that there are: of fewer the tuner tries each
+FORMS = "forms"  # an op's name for a journal's products that move rows or end in silu
+ENOUGH = 4  # least candidates with times for a fused cell to count: of fewer the tuner tries each
 BUCKETS = {Op.FORWARD: (8, 128, 1024, 8192, 65536), Op.DX: (128, 8192, 65536), Op.DW: (1024, 8192, 65536)}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell's outcome: what the tuner's choice and the model's take over the best (1 is the best).
+    """One cell: the times of the tuner's choice and of the model's choice, over the fastest variant's time.
 
     The tuner ``measured`` so many of the ``possible`` variants, and ``repeated`` some to confirm its choice.
     """
@@ -92,7 +92,7 @@ class Cell:
 
 
 def on_gpu(bundle: Path, folder: Path) -> tuple[list[Cell], dict[str, object]]:
-    """Both searches, for real."""
+    """Run the tuner and the exhaustive search on this GPU; return the cells and facts about the run."""
     problems = {Problem(op, DType.BF16, *SHAPES[name], fusion=fusion): BUCKETS[op] for name, op, fusion in PROBLEMS}
     begun = time.monotonic()
     tuned = tune_problems(problems, bundle, folder / "tuner.journal", budget_s=None, with_torch=False)
@@ -132,7 +132,7 @@ def on_gpu(bundle: Path, folder: Path) -> tuple[list[Cell], dict[str, object]]:
 
 
 def on_sweeps(paths: list[Path]) -> list[Cell]:
-    """The contenders on recorded times. Problems of one op come one after the other, their rows rising."""
+    """Apply the tuner's shortlist to recorded times. An op's problems follow each other, with ascending rows."""
     cells_tuned = []
     for op in Op:
         cells = [cell for path in paths for cell in listed(sweeps.load(path), op)]
@@ -181,7 +181,7 @@ def _tuned(
 ) -> Cell:
     """Return the tuner's choice among the candidates of a cell, and add it to the winners."""
     twin = winners.other_fusion(problem, M)
-    of_all = min(0.99, SHARE * possible / len(ranked))  # of the whole space: what is not here can't win
+    of_all = min(0.99, SHARE * possible / len(ranked))  # share of the whole space: variants without a time can't win
     share = SHARE if twin else of_all
     chosen = contenders(ranked, winners.near(problem, M), twin, share)
     fastest = min(chosen, key=lambda config: times[config])
@@ -200,7 +200,7 @@ def _tuned(
 
 
 def summary(cells: list[Cell]) -> dict[str, object]:
-    """Geometric means of the losses, and the share of the measurements."""
+    """Geometric means of the losses, and the share of variants that were measured."""
     return {
         "cells": len(cells),
         "problems": len({cell.problem for cell in cells}),
@@ -260,7 +260,7 @@ def main() -> None:
     for name, row in rows.items():
         show(name, row)
     report = {**provenance.about(), **facts, "summary": rows}
-    if not args.journal:  # which has them all
+    if not args.journal:  # a journal has all ops
         report["cells"] = [vars(cell) for cell in cells]
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     within = rows["all"]["tuned"]["mean_loss"] <= 0.02 and rows["all"]["share"] <= 0.1  # type: ignore[index,operator]

@@ -1,4 +1,4 @@
-"""How good is the choice for shapes that no list of ours has: every shipped variant timed, and what is chosen.
+"""Compare the choices for shapes in no list of models with the fastest of all shipped variants.
 
     python benchmarks/run.py unknown --time new.journal --seed 1 --products 30    # on a GPU: draw shapes, time them
     python benchmarks/run.py unknown new.journal                                  # anywhere: print the tables
@@ -11,9 +11,9 @@ shipped bundle has. Of each product, forward, dX and dW are timed at 16, 128, 1,
 times them, in one record each shipped variant whose estimate is at most twice the least. ``--sizes E,N,K`` times a
 product that you name.
 
-The table says what a choice loses to the fastest that was timed in its cell: by the cost model alone, and as the
+The table shows a choice's loss to the fastest variant timed in its cell: by the cost model alone, and as the
 runtime and ``aot build`` choose, by measured neighbours and the cost model. A problem's own shape and its layer's other
-product count as not measured, so a journal of shapes that ship says what is lost where they don't.
+product count as not measured, so a journal of shipped shapes shows the loss for shapes that don't ship.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from pretuned.runtime.dispatch.snapshot import Snapshot
 BUNDLE = Path(__file__).parents[2] / "artifacts" / "bundles" / "catalogue-sm90.msgpack"
 TOKENS = (16, 128, 1024, 8192)
 MOST_BYTES = 16 << 30  # of one product's weights
-# Variants that the model expects to take more than so many times the least are not timed. In the 100,000 cells of the
+# Variants whose estimate is more than so many times the least are not timed. In the 100,000 cells of the
 # catalogue's journals the fastest had at most 1.65 times the least estimate.
 MOST_TIMES = 2.0
 
@@ -68,7 +68,7 @@ class Measures(Protocol):
 
 
 def drawn(seed: int, excluded: set[Sizes]) -> Iterator[Sizes]:
-    """Yield E, N and K of products that a seed draws, each once, without the ``excluded``."""
+    """Yield random products' E, N and K, each once, without the ``excluded``."""
     draw, seen = random.Random(seed), set(excluded)
     while True:
         E = round(math.exp(draw.uniform(math.log(7), math.log(200))))
@@ -80,7 +80,7 @@ def drawn(seed: int, excluded: set[Sizes]) -> Iterator[Sizes]:
 
 
 def jobs(sizes: Sizes, bundle: BundleFile, chip: Chip, *, quick: bool) -> Iterator[MeasureJob]:
-    """The shipped variants of forward, dX and dW at each number of tokens, the cost model's first."""
+    """Yield a job for forward, dX and dW at each number of tokens, with shipped variants in the cost model's order."""
     E, N, K = sizes
     variants = bundle.variants()
     for op in Op:
@@ -104,7 +104,7 @@ def time_all(
     *,
     quick: bool,
 ) -> int:
-    """Time the products into a journal until ``seconds`` have passed; how many cells it then has."""
+    """Time the products into a journal until ``seconds`` have passed; return its number of cells."""
     begun, cells = time.monotonic(), 0
     chip = chip_of(header.gpu, header.sm)
     with open_journal(path, header) as journal:
@@ -132,7 +132,7 @@ def time_all(
 
 
 class Judged(NamedTuple):
-    """A cell: the time of each choice over that of the fastest, less 1; torch's over the runtime's, if it was timed."""
+    """A cell's losses: each choice's time over the fastest time, minus 1; torch's time over the runtime's, if timed."""
 
     problem: Problem
     tokens: int
@@ -142,24 +142,24 @@ class Judged(NamedTuple):
 
 
 def left_out(problem: Problem) -> set[Sizes]:
-    """The sizes of a problem, and those that its layer's other product may have, with a gate and without."""
+    """The problem's sizes, and the possible sizes of its layer's other GEMM, with a gate and without."""
     E, N, K = problem.E, problem.N, problem.K
     return {(E, N, K), (E, K, N), (E, 2 * K, N), (E, K, N // 2)}
 
 
 class Order(NamedTuple):
-    """A cell that counts as not measured: the times of variants there, and their two orders, both best first."""
+    """A cell treated as not measured: the variants' times, and the variants in two orders, best first."""
 
     problem: Problem
     bucket: int
     cell: CellTimes
     times: dict[int, int]  # in ns, by variant
-    modelled: list[int]  # all that can run it, by the cost model
+    modelled: list[int]  # all variants that support the problem, by the cost model
     blended: list[int]  # ranked by measured neighbours, too; empty without any
 
 
 def orders(bundle: BundleFile, contents: Contents) -> Iterator[Order]:
-    """How the bundle's variants are ordered in each cell of a journal that has times of two at least."""
+    """Yield the order of the bundle's variants in each cell of a journal in which at least two have times."""
     header, evidence = contents.header, Timings.of(contents)
     local, chip = LocalGpu(header.sm, header.gpu), chip_of(header.gpu, header.sm)
     snapshot = Snapshot([Place(Kind.INSTALLED, Path(bundle.path).parent)])
@@ -186,7 +186,7 @@ def orders(bundle: BundleFile, contents: Contents) -> Iterator[Order]:
 
 
 def judged(bundle: BundleFile, contents: Contents) -> Iterator[Judged]:
-    """Yield the choice in each cell of a journal, among the bundle's variants that were timed there (two at least)."""
+    """Yield each journal cell's choice among the bundle's variants with times; cells need at least two of them."""
     for problem, bucket, cell, times, ranked, ordered in orders(bundle, contents):
         modelled = next(i for i in ranked if i in times)
         chosen = next((i for i in ordered if i in times), modelled)
@@ -210,8 +210,8 @@ class Shortlist(NamedTuple):
 def shortlists(bundle: BundleFile, contents: Contents, share: float) -> dict[str, Shortlist]:
     """Return the losses of a tuner with shortlists by the cost model alone, and by neighbours, in a journal's cells.
 
-    Both shortlists contain the runtime's choice, the first by the neighbours. The length of a shortlist is a share of
-    all candidates. A journal has times of few: candidates without a time come last.
+    Both shortlists contain the runtime's choice, which the neighbours rank first. The length of a shortlist is a share
+    of all candidates. A journal has times of few: candidates without a time come last.
     """
     variants, by = bundle.variants(), ("cost model", "neighbours too")
     winners, losses = {name: Winners() for name in by}, {name: list[tuple[float, int]]() for name in by}
@@ -272,7 +272,7 @@ def show(judged: Iterable[Judged]) -> None:
 def cost(path: Path, shapes: int = 400, again: int = 200_000) -> dict[str, dict[str, float]]:
     """The host time of ``decide`` in us, for shapes that no bundle was built for, by op and fusion.
 
-    ``once`` is the first decision of a shape, ``another`` that of the same shape at other rows.
+    ``once`` is the first decision for a shape, ``another`` a decision for the same shape at other rows.
     """
     local = LocalGpu(90, Gpu("NVIDIA H200", 132, 143771, 13000))
     costs = {}
@@ -309,7 +309,7 @@ def cost(path: Path, shapes: int = 400, again: int = 200_000) -> dict[str, dict[
 
 
 def show_shortlists(bundle: BundleFile, contents: Contents) -> None:
-    """Print what the shortlists of ``aot build`` and of tuning on demand lose."""
+    """Print the losses of the shortlists that ``aot build`` and tuning on demand use."""
     for what, share in (("aot build", SHARE), ("on demand", ON_DEMAND)):
         for name, (losses, size) in shortlists(bundle, contents, share).items():
             mean, high = statistics.fmean(losses), losses[int(0.95 * len(losses))]

@@ -1,12 +1,12 @@
-"""Times every variant of a bundle on a grid of problems: which variant wins where, with nothing chosen for us.
+"""Times every variant of a bundle on a grid of problems, to show which variant wins where.
 
     python benchmarks/run.py variants candidates.msgpack --out sweep.json
     python benchmarks/run.py variants candidates.msgpack --models qwen3-30b,olmoe --tokens 1,128 --out sweep.json
     python benchmarks/run.py variants candidates.msgpack --op dX,dW --out "sweep-{op}.json"
 
 Through the runtime's own launcher; the first launch of each (variant, problem) is checked against fp32. torch's
-grouped_mm is timed beside them. The method is benchmarks/method.py. The file is written after every cell: the same
-command goes on where it was ended.
+grouped_mm is timed with them. The method is benchmarks/method.py. The file is written after every cell: the same
+command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Moved:
 
 
 def moved(form: str, T: int, top_k: int, x: torch.Tensor) -> Moved | None:
-    """A random order of the T * top_k (token, slot) pairs, as a routing gives one."""
+    """The row index of a form: a random order of the T * top_k (token, slot) pairs; None for the plain form."""
     if form == "plain":
         return None
     index = torch.randperm(T * top_k, generator=torch.Generator().manual_seed(3)).to(torch.int32).cuda()
@@ -51,7 +51,7 @@ def moved(form: str, T: int, top_k: int, x: torch.Tensor) -> Moved | None:
 
 
 def put_back(result: torch.Tensor, how: Moved | None) -> torch.Tensor:
-    """The result as the plain form gives it: rows in their sorted order, not weighted."""
+    """The result in the plain form's order: rows sorted by expert, without weights."""
     if how is None or how.fusion is Fusion.GATHER:
         return result
     index = how.index.long()
@@ -88,7 +88,7 @@ def launcher(
 
 
 def fits(variant: Variant, op: Op, M: int, E: int) -> bool:
-    """Leaves out what can't win: row tiles far larger than the experts' rows, tiny ones for long runs of rows."""
+    """False for variants that can't win: row tiles far larger than an expert's rows, or tiny tiles for many rows."""
     rows, block_m = M / E, dict(variant.config)["block_m"]
     if variant.layout is not Layout.NK:
         return False
@@ -107,7 +107,7 @@ def torch_us(clock: method.Clock, op: Op, inputs: method.Inputs) -> float | None
 
 
 class Sweep:
-    """The cells of one op, in the file that they are written to, and go on from."""
+    """The cells of one op and their file, which an interrupted run continues."""
 
     def __init__(self, out: Path, head: dict[str, object]) -> None:
         self._out, self._head = out, head
@@ -124,7 +124,7 @@ class Sweep:
         return any((cell["model"], cell["gemm"], cell["tokens"]) == (model, gemm, tokens) for cell in self._cells)
 
     def add(self, cell: dict[str, object], seconds: float) -> None:
-        """Keep a cell that took so long. A file is whole, whenever the run ends."""
+        """Add a cell that took ``seconds``. The file is complete after each cell."""
         self._cells.append(cell)
         self._seconds = round(self._seconds + seconds, 2)
         temp = self._out.with_name(f".{self._out.name}.tmp")
@@ -143,7 +143,7 @@ def loaded(bundle: BundleFile, op: Op, dtype: DType, form: str, sm_count: int) -
 
 
 def described(kernels: dict[int, launch_gemm.LoadedKernel]) -> dict[str, object]:
-    """Print the variants that win cells of a sweep."""
+    """The loaded variants' configs and resources by number, for the sweep's file."""
     return {
         str(n): {
             "config": dict(k.variant.config),
@@ -166,14 +166,14 @@ def measured(
     T: int,
     top_k: int,
 ) -> dict[str, object]:
-    """One cell: every variant's time, or how wrong it is, at T tokens."""
+    """Measure one cell at T tokens: every variant's time, or its error if it is wrong."""
     E, N, K = w.shape
     m_sizes = method.routed_rows(E, top_k, T)
     M = T * top_k
     dy = None if op is Op.FORWARD else method.activations(M, N, w.dtype)
     inputs = method.Inputs(method.activations(M, K, w.dtype), w, m_sizes.cuda(), dy)
     how = moved(form, T, top_k, inputs.x if dy is None else dy)
-    if how is not None and form == "gather":  # what the reference sees is gathered beforehand
+    if how is not None and form == "gather":  # the reference gets rows that were gathered beforehand
         rows = how.tokens[how.index.long() // top_k]
         inputs = replace(inputs, x=rows) if op is Op.FORWARD else replace(inputs, dy=rows)
     sizes = {Op.FORWARD: (M, N), Op.DX: (M, K), Op.DW: (E, N, K)}[op]
@@ -247,7 +247,7 @@ def main() -> None:
             continue
         for gemm, N, K in (("gate_up", 2 * width, H), ("down", H, width)):
             todo = [(op, T) for op in ops for T in tokens if not sweeps[op].has(name, gemm, T)]
-            w = method.weights(E, N, K, TORCH[args.dtype]) if todo else None  # made once for all of them
+            w = method.weights(E, N, K, TORCH[args.dtype]) if todo else None  # built once for all cells
             for op, T in todo:
                 begun = time.time()
                 cell = {"model": name, "gemm": gemm} | measured(clock, kernels[op], op, args.form, w, T, top_k)

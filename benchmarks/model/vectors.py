@@ -1,7 +1,7 @@
 """The cost model over all variants of many cells at once, for the fit: kernels/cost_model.py in arrays of numpy.
 
-The equations are those of ``kernels/cost_model.py``, and tests hold the two equal. A search evaluates the model
-thousands of times on the same cells, so what no constant changes is worked out once.
+The equations are those of ``kernels/cost_model.py``; tests check that both agree. A search evaluates the model
+thousands of times on the same cells, so values that depend on no constant are computed once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pretuned.kernels.spec import Cache, Config, Edge, Schedule, TileRows
 
 Floats = npt.NDArray[np.float64]
 
-# What the equations read of a variant and a problem, for each pair of them.
+# The numbers that the equations read, for each pair of a variant and a problem.
 _OF_PAIR: dict[str, Callable[[Config, _Work], float]] = {
     "block_m": lambda config, work: config.block_m,
     "block_n": lambda config, work: config.block_k if transposed(work.op, config) else config.block_n,
@@ -61,7 +61,7 @@ _OF_PAIR: dict[str, Callable[[Config, _Work], float]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """The cells of one kernel, the rows' or dW's, on one chip: each pair of a cell and a variant is an entry."""
+    """The cells of one kernel (for rows or for dW) on one chip: each pair of a cell and a variant is an entry."""
 
     pairs: SimpleNamespace
     variants: tuple[tuple[Resources, Op], ...]

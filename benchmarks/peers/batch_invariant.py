@@ -6,7 +6,7 @@
 Forward products through the public call, in CUDA graphs that take turns. ``free`` is without the mode, ``mode`` with
 PRETUNED_BATCH_INVARIANT=1; of fp8 ``always`` is with PRETUNED_BATCH_INVARIANT=quantize_x. ``vllm`` is its Triton kernel
 with the tile of VLLM_BATCH_INVARIANT=1, of bf16 and fp8, where its wheel was unpacked: x's codes lie ready outside its
-time, and so does which rows belong to which expert. Every result is held against float32. The file is whole after each
+time, and so does each row's expert. Every result is compared with float32. The file is complete after each
 cell; products that the budget leaves no time for are named. (tests/gpu/test_batch_invariant.py compares the bits.)
 """
 
@@ -145,12 +145,12 @@ def mean(values: Iterable[float]) -> float:
 
 
 def ratios(rows: Iterable[Mapping[str, Any]], over: str, under: str) -> list[float]:
-    """Return the ratio of two calls' times for the cells that have both."""
+    """Return the ratio of two calls' times for the cells that have both calls."""
     return [row["us"][over] / row["us"][under] for row in rows if over in row["us"] and under in row["us"]]
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """By format: mode / free, and of fp8 always / free; then what vLLM's kernel takes of the mode's time."""
+    """By format: mode / free, for fp8 also always / free; then the time of vLLM's kernel over the mode's time."""
     lines = []
     formats = dict.fromkeys(row["format"] for row in rows)
     for format in formats:

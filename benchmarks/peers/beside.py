@@ -1,8 +1,8 @@
-"""Another library beside ours in one process: each held against fp32, then timed in turns (benchmarks/method.py).
+"""Compare another library with ours in one process: test each against fp32, then time them in turns (method.py).
 
-What beside_quack.py and beside_vllm.py share. A cell is one model, GEMM, op and number of tokens; ``us`` and ``error``
-have a name each for ours, torch grouped_mm, one dense product of as many FLOPs, and whatever of the library was tried,
-of which the fastest right one counts.
+Shared by beside_quack.py and beside_vllm.py. A cell is one model, GEMM, op and number of tokens; ``us`` and ``error``
+have an entry each for ours, torch grouped_mm, one dense product of as many FLOPs, and each tried call of the library.
+The library's fastest correct call counts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Maker = Callable[[], Call]  # prepares a call outside the measured time
 def measure_cell(
     clock: method.Clock, op: str, inputs: method.Inputs, theirs: Mapping[str, Maker], budget_ms: float = 100.0
 ) -> dict[str, Any]:
-    """Errors and medians of all on one problem, by name, for ``budget_ms`` each; what fails is told of and left out."""
+    """Errors and median times of a cell's calls, by name, in ``budget_ms`` each; failures are reported and left out."""
     product = dense(op, inputs)
     one_expert = replace(inputs, w=inputs.w[:1], m_sizes=torch.tensor([len(inputs.x)]))
     problems: dict[str, tuple[Maker, method.Inputs]] = {
@@ -66,7 +66,7 @@ def measure_cell(
 
 
 def judged(cell: dict[str, Any]) -> dict[str, Any]:
-    """The cell with the rival's best time and the ratios to ours, above 1 where ours is faster."""
+    """The cell with the fastest rival's time, and the ratios of other times to ours: above 1 ours is faster."""
     us = cell["us"]
     rivals = {name: time_us for name, time_us in us.items() if name not in (OURS, TORCH, DENSE)}
     ratios: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Times QuACK's grouped GEMMs beside ours in one process, in turns, with torch grouped_mm and one dense product.
+"""Times QuACK's grouped GEMMs and ours in one process, in turns, with torch grouped_mm and one dense product.
 
     pip install quack-kernels==0.6.5 'nvidia-cutlass-dsl[cu13]==4.8.1'
     python benchmarks/run.py beside_quack --smoke                                   # one tiny product an op, seconds
@@ -8,8 +8,8 @@
 Per cell (model, GEMM, op, tokens): ours through the public call; QuACK in the configuration that was the fastest of
 57 on an H200 (quack-configs.jsonl) and, with ``--more N``, in the N that were fastest most often for that op, of
 which its best time counts; torch's grouped_mm; and one dense product of as many FLOPs. All take turns, by
-benchmarks/method.py. What each graph writes is held against fp32 before it is timed. QuACK may look better than its own
-call: its row offsets lie ready, and the counter of its dynamic scheduler is zeroed by the flush between two calls,
+benchmarks/method.py. Each graph's result is compared with fp32 before it is timed. QuACK may look better than its own
+call: its row offsets are made beforehand, and the flush between two calls zeroes the counter of its dynamic scheduler,
 outside the time. The file is written after every cell.
 """
 
@@ -46,7 +46,7 @@ SMOKE = (
 
 
 def quack_module() -> Any:
-    """quack.gemm. Ends the process with 2 where a package is missing, with 1 where it can't be loaded."""
+    """quack.gemm. Ends the process with 2 if a package is missing, with 1 if it can't be loaded."""
     try:
         import quack.gemm
     except ModuleNotFoundError as error:
@@ -105,7 +105,7 @@ def quack_call(
 def quack_calls(
     module: Any, clock: method.Clock, op: str, inputs: method.Inputs, out: torch.Tensor, configs: Sequence[Config]
 ) -> dict[str, Maker]:
-    """A call for each configuration, by its text; a dynamic scheduler counts where the flush sets all to zero."""
+    """A call for each configuration, by its text. A dynamic scheduler's counter is in memory that the flush zeroes."""
     counter = clock.flush[:4].view(torch.int32)
     return {str(c): partial(quack_call, module, c, op, inputs, out, counter) for c in configs}
 
@@ -123,7 +123,7 @@ def plan(models: str, ops: Sequence[str], tokens: Sequence[int], more: int) -> d
 
 
 def measure(module: Any, args: argparse.Namespace, head: dict[str, Any]) -> list[dict[str, Any]]:
-    """All cells; the file is whole after each."""
+    """Measure all cells; the file is complete after each cell."""
     configs = plan(args.models, args.op, args.tokens, args.more)
     clock, cells, begun = method.Clock(), [], time.time()
     where = room(args.models)
@@ -153,7 +153,7 @@ def measure(module: Any, args: argparse.Namespace, head: dict[str, Any]) -> list
 
 
 def smoke(module: Any) -> int:
-    """One small product an op, whole tracebacks; how many failed."""
+    """Run one small product an op and print whole tracebacks; return the number of failures."""
     clock, E, N, K, T, top_k = method.Clock(), 16, 512, 256, 512, 2
     wrong = 0
     for op, texts in SMOKE:
@@ -177,7 +177,7 @@ def smoke(module: Any) -> int:
 
 
 def compile_only(args: argparse.Namespace) -> None:
-    """Compile what the cells need into QuACK's cache, by its own path up to the launch."""
+    """Compile the kernels of the cells into QuACK's cache, by QuACK's own path up to the launch."""
     os.environ.setdefault("QUACK_ARCH", "90")
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
     module = quack_module()

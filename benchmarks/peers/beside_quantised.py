@@ -1,4 +1,4 @@
-"""Quantised products beside those of other libraries, in one process, in turns.
+"""Compares our quantised products with other libraries' in one process, in turns.
 
     pip install humming-kernels==0.1.19
     pip download --no-deps vllm==0.20.2 && unzip -q vllm-0.20.2-*.whl -d vllm-0.20.2
@@ -59,18 +59,18 @@ TOKENS = "1,16,128,1024,8192"
 ROUNDS = 15
 OF_BF16 = ("ours", "humming")  # libraries that multiply bf16 x, not its codes
 RUN = Path(__file__).parents[1] / "run.py"
-WARMING = 0.45  # of the budget, at most
-AT_ONCE = 12  # processes that warm
+WARMING = 0.45  # largest share of the budget for compiling
+AT_ONCE = 12  # processes that compile at the same time
 DEAD = 3  # the exit code where the GPU's context was lost
 
 
 def ours(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
-    """The public call."""
+    """Our calls of a cell by name: the public call."""
     return lambda cell: {"ours": partial(grouped_gemm, cell.x, product.weights, cell.m_sizes)}
 
 
 def described(error: Exception) -> str:
-    """An error in a line."""
+    """An error's type and text in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
@@ -85,7 +85,7 @@ def lost() -> bool:
 
 
 def row(product: Product, T: int) -> dict[str, Any]:
-    """A cell's line without what was measured."""
+    """A cell's line of the file, without measured values."""
     said = {"format": product.format, "model": product.model, "gemm": product.gemm, "tokens": T}
     device = torch.cuda.get_device_name() if product.device == "cuda" else product.device
     return said | {"E": product.E, "N": product.N, "K": product.K, "us": {}, "error": {}, "failed": {}, "gpu": device}
@@ -94,7 +94,10 @@ def row(product: Product, T: int) -> dict[str, Any]:
 def measured(
     cell: Cell, makers: dict[str, Callable[[Cell], dict[str, Call]]], clock: Clock | HostClock | None
 ) -> dict[str, Any]:
-    """The line of a cell: each call judged, then all in turns. What fails is told; without a clock nothing is timed."""
+    """A cell's line: each call is tested, then all are timed in turns; without a clock nothing is timed.
+
+    Failures are recorded in the line.
+    """
     result = row(cell.product, cell.T)
     graphs: dict[str, Replayed] = {}
     for peer, calls_of in makers.items():
@@ -124,7 +127,7 @@ def measured(
 
 
 def measure(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> int:
-    """Every cell of the products that are asked for, in this process, until the time is up."""
+    """Measure every cell of the selected products in this process, until the time is up."""
     place = vllm_kernels.package(args.vllm)
     sys.path.insert(0, str(place / "third_party"))  # triton_kernels, deep_gemm
     about = provenance.about()
@@ -152,7 +155,7 @@ def measure(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) ->
 
 
 def pairs(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """The formats that are asked for, each with its models."""
+    """The selected formats, each with its models."""
     return [
         (format, model)
         for format in args.formats
@@ -162,7 +165,7 @@ def pairs(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def in_processes(args: argparse.Namespace) -> None:
-    """Every model in a process of its own, after all that compile have done so side by side."""
+    """Measure each model in a process of its own, after parallel processes have compiled what the libraries need."""
     until = time.monotonic() + args.budget
     each, tokens = pairs(args), ",".join(map(str, args.tokens))
 
@@ -202,9 +205,9 @@ def in_processes(args: argparse.Namespace) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown: by tokens the geometric mean of the fastest other's time over ours, and in brackets the least.
+    """A Markdown table: by tokens the mean ratio of the fastest library's time to ours, and in brackets the least.
 
-    Then for each format the same of each library by itself.
+    Then a row for each library by itself, for each format. Means are geometric.
     """
     tokens = sorted({row["tokens"] for row in rows})
     lines = ["| tokens | " + " | ".join(f"{T:,}" for T in tokens) + " |", "|---" * (len(tokens) + 1) + "|"]
@@ -223,12 +226,12 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def peer_of(name: str) -> str | None:
-    """The library of a call's name, as ``marlin (padded to ...)``; None for ours."""
+    """The library in a call's name, such as ``marlin (padded to ...)``; None for ours."""
     return None if name.startswith("ours") else name.split(" ")[0]
 
 
 def said(rows: list[dict[str, Any]], T: int, peers: list[Any]) -> str:
-    """A cell of the table: mean and least of the cells at T tokens that these libraries and ours have."""
+    """A table cell's text: the mean and least ratio at T tokens, over the cells that these libraries and ours have."""
     ratios = []
     for row in rows:
         others = [us for name, us in row["us"].items() if peer_of(name) in peers]
@@ -269,7 +272,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, a line a cell, and print the table."""
+    """Measure the cells, writing a line for each, and print the table."""
     args = arguments(argv)
     if args.table:
         print("\n".join(table([json.loads(line) for line in args.table.read_text().splitlines()])))

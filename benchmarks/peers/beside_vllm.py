@@ -1,15 +1,15 @@
-"""Times vLLM's fused_moe kernel and triton_kernels beside ours in one process, in turns.
+"""Times vLLM's fused_moe kernel, triton_kernels and ours in one process, in turns.
 
     pip download --no-deps vllm==0.20.2 && unzip -q vllm-0.20.2-*.whl -d vllm-0.20.2
     python benchmarks/run.py beside_vllm --vllm vllm-0.20.2 --out beside-vllm-h200.json
     python benchmarks/run.py beside_vllm --vllm vllm-0.20.2 --models olmoe --op forward --tokens 1,16 --out some.json
 
-Two of the libraries in benchmarks/peers, which lead most of its cells: measured with ours in one run, on one machine,
+These two libraries are the fastest in most cells of benchmarks/peers. They run with ours in one run, on one machine,
 nothing scaled. Per cell (model, GEMM, op, tokens; dX and dW begin at 1024 tokens): ours through the public call; for
 the forward, vLLM's kernel in the configuration that vLLM has tuned for an H200, where it has one for these sizes, and
 in the one of its heuristic; triton_kernels' matmul_ogs as it chooses for itself; torch's grouped_mm; and one dense
-product of as many FLOPs. What each graph writes is held against fp32 before it is timed. Both libraries may look better
-than their own calls: which rows belong to which expert, padded as each wants it, lies ready, outside the time. The file
+product of as many FLOPs. Each graph's result is compared with fp32 before it is timed. Both libraries may look better
+than their own calls: each row's expert, padded as each library wants it, is made beforehand, outside the time. The file
 is written after every cell.
 """
 
@@ -37,7 +37,7 @@ _MANY = 1024  # tokens
 def calls(
     theirs: vllm_kernels.Kernels, op: str, inputs: method.Inputs, width: int, top_k: int, T: int
 ) -> dict[str, Maker]:
-    """A call for each thing to try, by name."""
+    """The rivals' calls, by name."""
     E, N, K = inputs.w.shape
     makers: dict[str, Maker] = {"triton_kernels": partial(theirs.triton_kernels, op, inputs)}
     if op == "forward":
@@ -47,7 +47,7 @@ def calls(
 
 
 def few(args: argparse.Namespace) -> list[tuple[str, int]]:
-    """The (op, tokens) asked for below 1024 tokens: gradients are of training, and have none."""
+    """The selected (op, tokens) below 1024 tokens: forwards only, because training steps are larger."""
     return [("forward", T) for T in args.tokens if T < _MANY and "forward" in args.op]
 
 
@@ -56,7 +56,7 @@ def many(args: argparse.Namespace) -> list[tuple[str, int]]:
 
 
 def measure(theirs: vllm_kernels.Kernels, args: argparse.Namespace, head: dict[str, Any]) -> list[dict[str, Any]]:
-    """All cells, those of few tokens first, before arithmetic heats the chip; the file is whole after each."""
+    """Measure all cells, few tokens first, before arithmetic heats the chip; the file is complete after each cell."""
     clock, cells, begun, where = method.Clock(), [], time.time(), room(args.models)
     print(beside.HEADER)
     for columns in (few(args), many(args)):

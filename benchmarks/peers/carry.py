@@ -1,4 +1,4 @@
-"""Packs an engine for a machine that fetches nothing: of its wheels what a benchmark needs, for one capability.
+"""Packs an engine for a machine without network: the parts of its wheels that a benchmark needs, for one capability.
 
     python benchmarks/run.py carry pack --wheels vllm-0.20.2-*.whl --packages site --out vllm.tar.xz
     python benchmarks/run.py carry unpack vllm.tar.xz --to /tmp/vllm                     # there
@@ -6,8 +6,8 @@
 ``pack`` takes a wheel's files but those that ``RULES`` leaves out by name, and of extension modules the CUDA code of
 ``--sm`` alone (``fatbin.py``), less the kernels that ``RULES`` leaves out: of vLLM 0.20.2's 244 MB it makes some 20.
 ``--packages`` is a folder of what the engine imports and that machine lacks, made by ``pip install --no-deps --target``
-(the README beside this file has the lines). They come back as ``packages`` beside the engine's own folders. ``unpack``
-needs nothing but Python and this repository; the archive has the libzstd that it was made with.
+(see README.md in this folder). Unpacked, they are in ``packages``, next to the engine's own folders. ``unpack``
+needs nothing but Python and this repository; the archive contains the libzstd that compressed it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .fatbin import Zstd, cut, section, whole
 
 
 class Rule(NamedTuple):
-    """Of a wheel by its name: files that stay behind, and kernels, by names in their code."""
+    """A wheel's exclusions: patterns of files, and a pattern of kernel names; code with such a name is left out."""
 
     files: tuple[str, ...]
     kernels: bytes
@@ -47,13 +47,13 @@ _ALL = (
     "*/tests/*",
     "bin/*",
 )
-# vLLM's numbers of types, as the names of Marlin's kernels have them from 0.26 on: of tokens, then of weights.
+# vLLM's type numbers, which are in the names of Marlin's kernels from 0.26 on: types of tokens, then of weights.
 _FP16, _INT8, _BF16, _U8B128 = (
     b"Ll%dE" % number for number in (1125899906910725, 1125899906909952, 1125899906909960, 1125899923621888)
 )
 _MARLIN = b"6MarlinI(?:" + b"|".join((_FP16, _INT8, _BF16 + _U8B128)) + b")"
 RULES = {
-    "vllm": Rule(  # attention is Triton's; Marlin's layers are of bf16 tokens, and no linear layer is Marlin's
+    "vllm": Rule(  # attention runs in Triton; Marlin runs only MoE layers of bf16 tokens
         (
             "vllm/vllm_flash_attn/*",
             "vllm/_flashmla*",
@@ -94,7 +94,7 @@ def files_of(wheel: Path, rule: Rule) -> Iterator[tuple[str, bytes]]:
 
 
 def in_parts(name: str, data: bytes, sm: int, rule: Rule, zstd: Zstd) -> Iterator[tuple[str, bytes]]:
-    """A file; an extension module with CUDA code as the two that ``whole`` makes it of."""
+    """Yield a file's (name, content); an extension module with CUDA code as two files, which ``whole`` joins again."""
     if ".so" not in name or not data.startswith(b"\x7fELF") or not section(data):
         yield name, data
         return
@@ -104,7 +104,7 @@ def in_parts(name: str, data: bytes, sm: int, rule: Rule, zstd: Zstd) -> Iterato
 
 
 def system_zstd() -> Path:
-    """The file of this machine's libzstd."""
+    """The path of this machine's libzstd."""
     Zstd()  # loads it
     mapped = Path("/proc/self/maps").read_text().splitlines()
     return Path(next(line.split()[-1] for line in mapped if "libzstd" in line))
@@ -130,7 +130,7 @@ def pack(wheels: list[Path], packages: Path | None, sm: int, out: Path) -> None:
 
 
 def unpack(archive: Path, to: Path) -> int:
-    """Lay out an archive's files, extension modules whole again; how many of these."""
+    """Unpack an archive, and join its extension modules again; return the number of these modules."""
     to.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive) as tar:
         tar.extractall(to, filter="data")

@@ -154,11 +154,11 @@ ENVIRON = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-SLACK = 1.25  # a run may take so many times what the last of its kind took
+SLACK = 1.25  # limit of a run's time, in times of the last run of its kind
 
 
 def logged_lines() -> list[str]:
-    """The lines that pretuned tells from now on. (vLLM takes all handlers away when an engine starts, no filter.)"""
+    """A list that collects each line that pretuned logs, by a filter: vLLM removes all handlers when it starts."""
     lines: list[str] = []
 
     def kept(record: logging.LogRecord) -> bool:
@@ -170,7 +170,7 @@ def logged_lines() -> list[str]:
 
 
 def cases(said: str) -> list[tuple[int, int, int]]:
-    """Sequences, prompt and new tokens of each ``16x128+128``."""
+    """Parse ``16x128+128``, comma-separated: the number of sequences, and each sequence's prompt and new tokens."""
     parsed = []
     for case in said.split(","):
         count, _, rest = case.partition("x")
@@ -180,7 +180,7 @@ def cases(said: str) -> list[tuple[int, int, int]]:
 
 
 def speed(generate: Callable[[int, int, int], None], case: tuple[int, int, int]) -> float:
-    """Tokens a second: new ones, or the prompts' where there is one new token a sequence."""
+    """Tokens a second, the better of two runs: new tokens, or prompt tokens if a case has one new token a sequence."""
     count, prompt, new = case
     taken = []
     for _ in range(2):
@@ -191,7 +191,7 @@ def speed(generate: Callable[[int, int, int], None], case: tuple[int, int, int])
 
 
 def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """vLLM's arguments."""
+    """The arguments for ``vllm.LLM``; writes the model's config.json into ``folder``."""
     import torch
 
     config = MODELS[args.models[0]] | (TINY if args.tiny else {})
@@ -221,9 +221,9 @@ def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def draw_codes() -> None:
-    """Have vLLM draw quantised dummy weights too, which it leaves as they are, or as zeros.
+    """Make vLLM fill quantised dummy weights too, which it otherwise leaves uninitialised or zero.
 
-    Bytes become numbers of which none is NaN, as codes of mxfp4 or as its scales; e4m3 becomes even in [-64, 64].
+    Bytes, which are mxfp4 codes or scales, are drawn so that no value is NaN; e4m3 values are uniform in [-64, 64].
     """
     import torch
     from vllm.model_executor.model_loader import weight_utils
@@ -245,7 +245,7 @@ def draw_codes() -> None:
 
 
 def here(args: argparse.Namespace) -> dict[str, Any]:
-    """One engine in this process: what it told, and its times."""
+    """Run one engine in this process; return its times and the lines that pretuned logged."""
     if args.vllm is not None:
         find_vllm(args.vllm, args.packages)
     import vllm
@@ -253,8 +253,8 @@ def here(args: argparse.Namespace) -> dict[str, Any]:
     from pretuned.integrations.vllm import register
 
     lines = logged_lines()
-    register()  # where pretuned is not installed as a package; else vLLM calls it as well
-    (name,) = MODELS[args.models[0]]["architectures"]  # handed over; else vLLM imports it in a process of its own
+    register()  # needed if pretuned is not installed as a package; else vLLM calls it as well
+    (name,) = MODELS[args.models[0]]["architectures"]  # registered below; else vLLM imports it in a process of its own
     module = importlib.import_module(f"vllm.model_executor.models.{MODULES[name]}")
     vllm.ModelRegistry.register_model(name, getattr(module, name))
     draw_codes()
@@ -272,14 +272,14 @@ def here(args: argparse.Namespace) -> dict[str, Any]:
         report["first_token_s"] = round(time.time() - args.begun, 2)
         report["tokens_per_s"] = {}
         for said, case in zip(args.said.split(","), args.cases, strict=True):
-            generate(case[0], case[1], min(case[2], 2))  # what a first call of this size does
+            generate(case[0], case[1], min(case[2], 2))  # a first call of this size, untimed
             report["tokens_per_s"][said] = speed(generate, case)
             args.json.write_text(json.dumps(report | {"told": lines}))
     return report | {"told": lines}
 
 
 def one_run(args: argparse.Namespace, model: str, mode: str, side: str, caches: Path, seconds: float) -> dict[str, Any]:
-    """An engine in processes of its own, one a rank, with these folders for its caches."""
+    """Run an engine in processes of its own, one a rank, with its caches in the folder ``caches``."""
     begun = time.time()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.ranks) as pool:
         outs = [Path(folder) / f"{rank}.json" for rank in range(args.ranks)]
@@ -319,7 +319,7 @@ def ranks(number: int) -> list[dict[str, str]]:
 
 
 def together(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first rank's report with the last first token and the sum of the tokens a second."""
+    """The first rank's report with the latest first token of all ranks and the sum of their tokens a second."""
     report = dict(reports[0])
     if all("tokens_per_s" in of_rank for of_rank in reports):
         report["first_token_s"] = max(of_rank["first_token_s"] for of_rank in reports)
@@ -331,7 +331,7 @@ def together(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every model, one after another; the file is whole after each run."""
+    """Measure every model, one after another; the file is complete after each run."""
     runs: list[dict[str, Any]] = []
     head: dict[str, Any] = {"command": provenance.command()}
 
@@ -354,7 +354,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def of_model(args: argparse.Namespace, model: str, keep: Callable[[dict[str, Any]], None]) -> None:
-    """Both sides of a model in turns, in the first mode that both run in, as often as there is time."""
+    """Run both sides of a model in turns, in the first mode that both support, as often as there is time."""
     end = time.monotonic() + args.seconds
     for mode in args.modes:
         took = 0.0
@@ -411,7 +411,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure; 1 where a side of a model has no times."""
+    """Measure; return 1 if a side of a model has no times."""
     args = arguments(argv)
     if args.here:
         try:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NoReturn
 
 RUN = Path(__file__).parents[1] / "run.py"
-GRACE = 10.0  # seconds to end by itself, once asked
-CACHES = {  # folders below a process's own
+GRACE = 10.0  # seconds that a process has to end after a signal
+CACHES = {  # environment variables, and folders below a run's own folder
     "TRITON_CACHE_DIR": "triton",
     "TRITON_HOME": "home",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -40,9 +40,9 @@ CACHES = {  # folders below a process's own
 
 
 def find(folders: list[Path], packages: Path | None) -> None:
-    """Make an engine importable: its folders first, what it imports last, so that what is installed goes before.
+    """Make an engine importable: its folders first on the path, ``packages`` last, so installed packages precede them.
 
-    Its child processes find the same.
+    Child processes get the same folders.
     """
     first, last = [str(folder.resolve()) for folder in folders], [] if packages is None else [str(packages.resolve())]
     sys.path[:0] = first
@@ -52,7 +52,7 @@ def find(folders: list[Path], packages: Path | None) -> None:
 
 
 def stand_in(*names: str) -> None:
-    """Modules of that name whose every function answers False: of a library that was cut, what is never run."""
+    """Install stub modules with these names, whose every function returns False, for parts that never run."""
     for name in names:
         absent = types.ModuleType(name)
         absent.__path__ = []  # type: ignore[attr-defined]
@@ -65,16 +65,17 @@ def _none(name: str) -> NoReturn:
 
 
 def caches_in(folder: Path) -> dict[str, str]:
-    """The environment that has all caches below a folder, which is made if it is not there."""
+    """Environment variables that put all caches below ``folder``; makes missing folders."""
     for cache in set(CACHES.values()):
         (folder / cache).mkdir(parents=True, exist_ok=True)
     return {variable: str(folder / cache) for variable, cache in CACHES.items()}
 
 
 def ready_files(folders: Iterable[Path], packages: Iterable[str] = ("pretuned",)) -> None:
-    """Compile Python files to .pyc, as installing does, and read all files once, nvcc's too.
+    """Compile Python files to .pyc, as installing does, and read all files once, including nvcc's.
 
-    Folders and packages that are installed; none is imported. Else the first of several processes would pay for it.
+    Takes folders, and installed packages by name; imports none of them. Otherwise the first timed process would pay
+    for both.
     """
     specs = [importlib.util.find_spec(package) for package in packages]
     all_folders = [
@@ -91,9 +92,9 @@ def ready_files(folders: Iterable[Path], packages: Iterable[str] = ("pretuned",)
 
 
 def child(words: list[str], seconds: float, environ: Mapping[str, str] | None = None) -> str:
-    """Run a benchmark in a process of its own; how it ended, in words: empty if well.
+    """Run a benchmark in a process of its own; return how it failed, empty if it did not.
 
-    After ``seconds`` it is ended, with all that it has started.
+    After ``seconds`` the process and all that it started are ended.
     """
     begun = time.monotonic()
     process = subprocess.Popen(
@@ -110,7 +111,7 @@ def child(words: list[str], seconds: float, environ: Mapping[str, str] | None = 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it has started."""
+    """End a process and all that it started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -120,7 +121,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once: an engine may leave threads that its end would wait for, of NCCL's group of one."""
+    """End this process at once, as threads that an engine leaves (NCCL's) could block a normal exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,9 +1,9 @@
-"""Cuts the CUDA code in an extension module down to one capability's, for the way to a machine, and puts it back there.
+"""Cuts the CUDA code in an extension module down to one capability's for transport, and restores the module afterwards.
 
 A module's section ``.nv_fatbin`` has a container for each source file, and a container an element for each capability:
-machine code or PTX, pressed with zstd, which nothing presses any further. ``cut`` leaves out the elements that this
-capability does not run and hands over the others unpressed, for xz to press all of them together; ``whole`` presses
-them again and puts them where they were. The rest of the file is as it was, so the loader finds every container.
+machine code or PTX, compressed with zstd, which xz can't compress further. ``cut`` leaves out the elements that this
+capability does not run and returns the others decompressed, for xz to compress together; ``whole`` compresses them
+again and puts them back. The rest of the file is as it was, so the loader finds every container.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import NamedTuple
 
 _MAGIC = 0xBA55ED50
 _CONTAINER = struct.Struct("<IHHQ")  # magic, version, size of this header, size of the elements
-_ELEMENT = struct.Struct("<HHIQI")  # kind, version, size of this header, size (padded to 8), size while pressed
+_ELEMENT = struct.Struct("<HHIQI")  # kind, version, size of this header, size (padded to 8), compressed size
 _PTX, _CUBIN = 1, 2
 _ZSTD = 0x8000
-_AS_IT_IS = 0x100  # in a cut file, beside a kind: handed over as it was found
+_AS_IT_IS = 0x100  # flag of a kind in a cut file: the payload is as in the original file
 _LEVELS = (3, 9, 19, 22)
 _SECTION = b".nv_fatbin\0"
 
 
 class Element(NamedTuple):
-    """Code for one capability: its header, and its payload as it lies in the file or, while cut, unpressed."""
+    """Code for one capability: its header, and its payload, as stored in the file or decompressed by ``cut``."""
 
     kind: int
     header: bytes
@@ -34,21 +34,21 @@ class Element(NamedTuple):
 
     @property
     def arch(self) -> int:
-        """90: compute capability 9.0."""
+        """The compute capability as a number: 90 is 9.0."""
         return _number(self.header, "<I", 28)
 
     @property
     def is_pressed(self) -> bool:
-        """By zstd, in the file."""
+        """True if the payload is compressed with zstd in the file."""
         return bool(_number(self.header, "<Q", 40) & _ZSTD)
 
     @property
     def size(self) -> int:
-        """Of the code, unpressed."""
+        """Bytes of the code, decompressed."""
         return _number(self.header, "<Q", 56)
 
     def header_bytes(self) -> bytes:
-        """The header, with ``kind``."""
+        """The header, with its kind replaced by ``kind``."""
         return struct.pack("<H", self.kind) + self.header[2:]
 
     def unpressed(self, zstd: Zstd) -> Element:
@@ -56,7 +56,7 @@ class Element(NamedTuple):
         return self._replace(payload=zstd.unpress(self.payload, self.size)) if self.is_pressed else self
 
     def laid(self, zstd: Zstd, level: int) -> bytes:
-        """Header and payload as a container has them."""
+        """The header and payload, as bytes of a container."""
         payload = self.payload
         if self.is_pressed and not self.kind & _AS_IT_IS:
             payload = zstd.press(payload, level)
@@ -80,7 +80,7 @@ class Zstd:
             getattr(self._lib, name).restype = ctypes.c_size_t
 
     def press(self, data: bytes, level: int) -> bytes:
-        """``data`` as one frame."""
+        """``data`` compressed as one zstd frame."""
         room = self._lib.ZSTD_compressBound(ctypes.c_size_t(len(data)))
         out = ctypes.create_string_buffer(room)
         size = ctypes.c_size_t
@@ -88,7 +88,7 @@ class Zstd:
         return out.raw[:pressed]
 
     def unpress(self, data: bytes, size: int) -> bytes:
-        """The ``size`` bytes of a frame."""
+        """The ``size`` decompressed bytes of a zstd frame."""
         out = ctypes.create_string_buffer(size)
         self._done(self._lib.ZSTD_decompress(out, ctypes.c_size_t(size), data, ctypes.c_size_t(len(data))))
         return out.raw
@@ -100,7 +100,7 @@ class Zstd:
 
 
 def section(data: bytes | bytearray) -> range:
-    """Where an ELF file has its CUDA code; nowhere if it has none."""
+    """The range of an ELF file's CUDA code; empty if it has none."""
     if data[:6] != b"\x7fELF\x02\x01":
         raise ValueError("no ELF file of 64 bits, least byte first")
     (table,) = struct.unpack_from("<Q", data, 40)
@@ -113,7 +113,7 @@ def section(data: bytes | bytearray) -> range:
 
 
 def containers(data: bytes | bytearray) -> Iterator[range]:
-    """Where each container's elements lie."""
+    """Yield the range of each container's elements."""
     where = section(data)
     at, magic = where.start, struct.pack("<I", _MAGIC)
     while (at := data.find(magic, at, where.stop)) >= 0:
@@ -123,7 +123,7 @@ def containers(data: bytes | bytearray) -> Iterator[range]:
 
 
 def elements(data: bytes | bytearray, where: range) -> list[Element]:
-    """All of a container."""
+    """All elements of a container."""
     elements, at = [], where.start
     while at < where.stop:
         kind, _, header, size, pressed = _ELEMENT.unpack_from(data, at)
@@ -141,9 +141,9 @@ def wanted(elements: list[Element], sm: int) -> list[Element]:
 
 
 def cut(data: bytes, sm: int, zstd: Zstd, without: re.Pattern[bytes] | None = None) -> tuple[bytes, bytes]:
-    """The file with the headers of the elements that stay and none of their code, and that code, one after another.
+    """The file with the headers of the remaining elements but without their code, and their code, concatenated.
 
-    Code with a name that matches ``without`` does not stay: what it is for will say that it has no kernel image.
+    Code with a name that matches ``without`` is left out: CUDA then reports that it has no kernel image.
     """
     out, code = bytearray(data), bytearray()
     for where in containers(data):
@@ -159,7 +159,7 @@ def cut(data: bytes, sm: int, zstd: Zstd, without: re.Pattern[bytes] | None = No
 
 
 def whole(data: bytes, code: bytes, zstd: Zstd) -> bytes:
-    """The file again, of what ``cut`` made."""
+    """The original file without the elements left out, from the results of ``cut``."""
     out, taken = bytearray(data), 0
     for where in containers(data):
         stay, at = [], where.start
@@ -178,7 +178,7 @@ def whole(data: bytes, code: bytes, zstd: Zstd) -> bytes:
 
 
 def _laid(stay: list[Element], room: int, zstd: Zstd) -> bytes | None:
-    """The elements as a container has them, pressed as little as fits in it; None if they don't."""
+    """The elements as bytes of a container, at the first compression level that fits ``room``; None if none fits."""
     for level in _LEVELS:
         code = b"".join(element.laid(zstd, level) for element in stay)
         if len(code) <= room:

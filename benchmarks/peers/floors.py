@@ -1,9 +1,9 @@
-"""Quantised products beside what bounds them, in one process, in turns: their bytes read, their FLOPs done densely.
+"""Compares quantised products with their bounds in one process, in turns: reading their bytes, and a dense product.
 
     python benchmarks/run.py floors --out floors-h100.jsonl
     python benchmarks/run.py floors --table floors-h100.jsonl
 
-The products of beside_quantised. Beside each, in the same graph clock, after the same flush:
+The products of beside_quantised. For each, timed like the product, after the same flush:
 
 - *read*: a kernel that reads as many bytes as the product does (w of the experts that have rows, its scales, x) and
   writes as many as y has, and nothing else. Persistent, of 1 to 8 programs an SM; the fastest counts.
@@ -39,7 +39,7 @@ PER_SM = (1, 2, 4, 8)  # programs
 
 
 def dense(cell: Cell) -> Call:
-    """One product of torch of as many FLOPs."""
+    """A call of one torch product of as many FLOPs."""
     w = torch.empty(cell.N, cell.K, device=cell.device, dtype=torch.bfloat16).normal_()
     if cell.product.format != "fp8_block":
         return partial(torch.mm, cell.x, w.T)
@@ -49,7 +49,7 @@ def dense(cell: Cell) -> Call:
 
 
 def calls_of(cell: Cell, of_codes: Callable[[Cell], dict[str, Call]] | None, sms: int) -> dict[str, Call]:
-    """Ours, then all that stands beside it."""
+    """Our call, then the calls that bound it."""
     calls: dict[str, Call] = {"ours": partial(grouped_gemm, cell.x, cell.product.weights, cell.m_sizes)}
     calls |= {} if of_codes is None else of_codes(cell)
     read, written = bytes_of(cell.product.format, (cell.E, cell.N, cell.K), cell.T, cell.product.top_k)
@@ -63,7 +63,7 @@ def calls_of(cell: Cell, of_codes: Callable[[Cell], dict[str, Call]] | None, sms
 
 
 def measured(cell: Cell, calls: dict[str, Call], clock: Clock | HostClock) -> dict[str, Any]:
-    """The line of a cell: all in turns. What fails is told."""
+    """A cell's line: all calls in turns. Failures are recorded."""
     product = cell.product
     result: dict[str, Any] = {
         "format": product.format,
@@ -87,7 +87,7 @@ def measured(cell: Cell, calls: dict[str, Call], clock: Clock | HostClock) -> di
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown, by format and tokens: geometric means of what stands beside, over ours (its codes' product, if any)."""
+    """A Markdown table by format and tokens: geometric means of the bounds' times over ours (of codes, if timed)."""
     lines = ["| format, tokens | read, of ours | nothing, us | dense, of ours |", "|---" * 4 + "|"]
     for kind in TARGETS:
         for tokens in TOKENS:
@@ -104,7 +104,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Every cell of the products, until the time is up."""
+    """Measure every cell of the products, until the time is up."""
     until, clock = time.monotonic() + args.budget, Clock()
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     with args.out.open("w") as out:
@@ -124,7 +124,7 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, a line a cell, and print the table."""
+    """Measure the cells, writing a line for each, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, help="the file to write, a line a cell")
     parser.add_argument("--models", type=lambda text: text.split(","), help="some of them; default: all")

@@ -1,4 +1,4 @@
-"""Times SGLang's own MoE layers beside the same layers with pretuned's plug-in, in one process, in turns.
+"""Times SGLang's own MoE layers and the same layers with pretuned's plug-in, in one process, in turns.
 
     pip download --no-deps sglang==0.5.23 && unzip -q sglang-0.5.23-*.whl -d sglang-0.5.23
     python benchmarks/run.py layers_in_sglang --sglang sglang-0.5.23 --json layers-in-sglang.json
@@ -14,7 +14,7 @@ has no configuration tuned for the layer's sizes and this GPU, the cell says ``t
 and the file are those of ``layers_in_vllm.py``.
 
 SGLang need not be installed: ``--sglang`` is where its wheel is unpacked, ``--packages`` a folder with what it imports.
-Its sgl_kernel is built for one torch; beside another its functions are SGLang's own from elsewhere, and the file says
+Its sgl_kernel is built for one torch; with another, SGLang's other kernels replace its functions, and the file says
 which in ``in_place_of_sgl_kernel`` (``sglang_kernels.py``). SGLang compiles kernels at the first call of each: this
 takes most of a run. Kinds are measured one after another, each in a process of its own; where there are several GPUs
 let each have one, by ``CUDA_VISIBLE_DEVICES`` and ``--kinds``.
@@ -45,24 +45,24 @@ from .layers_in_vllm import USUAL as KINDS
 from .sglang_kernels import build, compile_all, older_triton, stand_in
 
 TINY = Kind("tiny", 8, 256, 128, 2, ())
-OAI = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "with_bias": True}  # what gpt-oss's layers are made with
+OAI = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "with_bias": True}  # the arguments of gpt-oss's layers
 OWN, OURS = "own", "pretuned"
-# Runners by their names in SGLang's --moe-runner-backend. For gpt-oss SGLang itself sets one on 9.0 as its model is
-# loaded (arg_groups/model_overrides/gpt_oss.py); a layer alone would be run with its weights as bf16.
+# Runners by their names in --moe-runner-backend. SGLang sets gpt-oss's runner when it loads the model
+# (arg_groups/model_overrides/gpt_oss.py); a layer alone would run with bf16 weights.
 SIDES = {"mxfp4": {OWN: "triton_kernel", "marlin": "marlin", OURS: "triton_kernel"}}
 AUTO = {OWN: "auto", OURS: "auto"}
-SOONEST = ("bf16", "fp8", "mxfp4", "int4")  # by how long what SGLang compiles of a kind takes
+SOONEST = ("bf16", "fp8", "mxfp4", "int4")  # kinds, in ascending order of SGLang's compile time
 FAR = 0.1  # limit of the difference from another's result: fp8 tokens, quantised twice, reach 0.07
 _begun = time.monotonic()
 
 
 def say(*words: object) -> None:
-    """A line of progress, with the seconds since the start."""
+    """Print a line of progress, with the seconds since the start."""
     print(f"[{time.monotonic() - _begun:5.1f} s]", *words, flush=True)
 
 
 def start(device: str) -> None:
-    """SGLang's settings and process groups, of one process."""
+    """Set up SGLang's settings and process groups for one process."""
     from sglang.srt import runtime_context
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
     from sglang.srt.server_args import ServerArgs
@@ -105,7 +105,7 @@ def quantisation(kind: str) -> Any:
 
 
 def make_layer(kind: str, spec: Kind, device: str) -> Any:
-    """SGLang's layer with weights that are drawn, the same for both, processed as after loading."""
+    """SGLang's layer with drawn weights, equal with and without the plug-in, processed as after loading."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     with torch.device(device):
@@ -130,7 +130,7 @@ def make_layer(kind: str, spec: Kind, device: str) -> Any:
 
 
 def call_of(layer: Any, spec: Kind, inputs: Routed, *, routed: bool) -> Callable[[], torch.Tensor]:
-    """The layer on these tokens; ``routed``: with choosing top_k experts by SGLang, as its runner takes them."""
+    """A call of the layer on these tokens; ``routed``: SGLang chooses top_k experts in it, as its runner needs."""
     from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
 
     if not routed:
@@ -142,7 +142,7 @@ def call_of(layer: Any, spec: Kind, inputs: Routed, *, routed: bool) -> Callable
 
 
 def runs_by(name: str) -> None:
-    """Have SGLang run the layers that are made from here on by its runner of that name."""
+    """Make SGLang use its runner of that name for the layers that are made from here on."""
     from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
     from sglang.srt.runtime_context import get_flags
 
@@ -150,7 +150,7 @@ def runs_by(name: str) -> None:
 
 
 def layers_of(kind: str, spec: Kind, device: str, sides: dict[str, str], failed: dict[str, str]) -> dict[str, Any]:
-    """The layer by each of SGLang's runners, then with pretuned's plug-in; what failed is told in ``failed``."""
+    """The layer with each of SGLang's runners, then with pretuned's plug-in; ``failed`` gets the errors."""
     from sglang.srt.plugins import load_plugins
 
     from pretuned.integrations.sglang import register
@@ -160,7 +160,7 @@ def layers_of(kind: str, spec: Kind, device: str, sides: dict[str, str], failed:
     for side in sorted(sides, key=lambda side: side == OURS):
         if side == OURS:
             os.environ["PRETUNED_SGLANG"] = "1"
-            register()  # where pretuned is not installed as a package; else SGLang calls it as well
+            register()  # needed if pretuned is not installed as a package; else SGLang calls it as well
             load_plugins()
         try:
             runs_by(sides[side])
@@ -201,7 +201,7 @@ def result_of(call: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor
 
 
 def drop_far(cell: dict[str, Any]) -> None:
-    """Take out the times of results that are far from pretuned's, and say so."""
+    """Remove the times of results that are far from pretuned's, and report them."""
     for side, far in cell.get("distance", {}).items():
         if not far <= FAR:  # or no number
             cell["failed"][side] = f"its result is {far} of pretuned's away: its time is of something else"
@@ -211,7 +211,7 @@ def drop_far(cell: dict[str, Any]) -> None:
 def measure(
     kind: str, spec: Kind, tokens: list[int], device: str, sides: dict[str, str], keep: Callable[[dict[str, Any]], None]
 ) -> None:
-    """All cells of a layer."""
+    """Measure all cells of a layer."""
     from pretuned.aot.measure.clock import Clock, HostClock
 
     clock = Clock() if device == "cuda" else HostClock()
@@ -292,7 +292,7 @@ def here(args: argparse.Namespace) -> int:
     head["gpu"] = torch.cuda.get_device_name() if device == "cuda" else None
     head["in_place_of_sgl_kernel"] = stand_in() if device == "cuda" else {}
     head["put_into_triton"] = older_triton() if device == "cuda" else []
-    # Where it is, should it not come to its end.
+    # Print a traceback shortly before the time limit, to show where a hanging run is.
     faulthandler.dump_traceback_later(max(args.seconds - 5, 1))
     sides = {name: by for name, by in SIDES.get(kind, AUTO).items() if args.sides is None or name in args.sides}
 
@@ -317,7 +317,7 @@ def here(args: argparse.Namespace) -> int:
 
 
 def compiled(kind: str, built: Path | None) -> None:
-    """Compile what SGLang runs of a kind; what does not compile is told again by the cell that calls it."""
+    """Compile the kernels that SGLang runs for a kind; the cell that calls a kernel reports its compile error again."""
     try:
         compile_all(kind, Path(tempfile.mkdtemp()), built)
         say(kind, "SGLang's kernels compiled")
@@ -343,7 +343,7 @@ def in_a_process(args: argparse.Namespace, kind: str, seconds: float) -> tuple[d
         "--seconds": seconds,
     }
     words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
-    with tempfile.TemporaryDirectory() as folder:  # what it leaves, as it may be ended
+    with tempfile.TemporaryDirectory() as folder:  # the process's results survive if it is ended
         words += ["--tiny"] if args.tiny else []
         ended = child(["layers_in_sglang", "--here", *words], seconds, {"TMPDIR": folder})
     about: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
@@ -355,7 +355,7 @@ def in_a_process(args: argparse.Namespace, kind: str, seconds: float) -> tuple[d
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure; 1 where no cell has a time."""
+    """Measure; return 1 if no cell has a time."""
     args = arguments(argv)
     if args.here:
         leave(here(args))

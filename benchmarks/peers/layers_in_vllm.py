@@ -1,4 +1,4 @@
-"""Times vLLM's own MoE layers beside the same layers with pretuned's plug-in, in one process, in turns.
+"""Times vLLM's own MoE layers and the same layers with pretuned's plug-in, in one process, in turns.
 
     pip download --no-deps vllm==0.20.2 && unzip -q vllm-0.20.2-*.whl -d vllm-0.20.2
     python benchmarks/run.py layers_in_vllm --vllm vllm-0.20.2 --json layers-in-vllm.json
@@ -48,9 +48,9 @@ from .engines import child, find, leave, stand_in
 
 
 class Kind(NamedTuple):
-    """A layer at a model's own sizes, and the backends of vLLM that it is compared with; first its own choice on 9.0.
+    """A layer with a model's sizes, and the vLLM backends to compare with; the first is vLLM's own choice on sm_90.
 
-    ``numbers`` are those of the activation, as pretuned's ``Activation`` has them.
+    ``numbers`` are the activation's parameters, in the order of pretuned's ``Activation``.
     """
 
     model: str
@@ -76,13 +76,13 @@ def _flagship(
     activation: str = "silu",
     **numbers: float,
 ) -> Kind:
-    """A layer of a recent model, against all backends that have its weights."""
+    """A layer of a recent model, against all backends that support its weights."""
     backends = {"mxfp4": ("marlin", "humming"), "fp8": ("triton", "deep_gemm", "marlin", "humming")}
     return Kind(model, E, H, I, top_k, backends.get(weights, ("triton",)), activation, False, weights, numbers, True)
 
 
 def _channel(model: str, E: int, H: int, I: int, top_k: int) -> Kind:  # noqa: E741
-    """A layer of fp8 with a scale a row of w, and of x made in the layer, against vLLM's kernels that have them."""
+    """An fp8 layer that quantises x, with a scale for each row of w and of x, against vLLM's kernels for these."""
     return Kind(model, E, H, I, top_k, ("triton", "cutlass", "marlin"), weights="fp8_channel")
 
 
@@ -112,7 +112,7 @@ TOKENS = "1,4,16,64,256,1024,4096,8192"
 
 
 def quantisation(weights: str) -> Any:
-    """vLLM's config of the layer's weights, by its registry; None for bf16."""
+    """vLLM's config of the layer's weights, from its registry; None for bf16."""
     if weights == "mxfp4":
         return _mxfp4()
     from vllm.model_executor.layers.quantization import get_quantization_config
@@ -154,9 +154,9 @@ def quantisation(weights: str) -> Any:
 
 
 def _mxfp4() -> Any:
-    """vLLM's method for the layers of DeepSeek-V4, and pretuned's in its place if the plug-in takes the layer.
+    """vLLM's method for DeepSeek-V4's layers, replaced by pretuned's if the plug-in takes the layer.
 
-    vLLM's own config of such a checkpoint reads the model's.
+    vLLM's own config for such a checkpoint needs the model's config.
     """
     from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config, Mxfp4MoEMethod
 
@@ -175,7 +175,7 @@ def _mxfp4() -> Any:
 
 
 def make_layer(kind: str, spec: Kind, backend: str, device: str, most: int) -> Any:
-    """vLLM's layer, of ``most`` tokens a call, with weights that are drawn, processed as after loading."""
+    """vLLM's layer for at most ``most`` tokens a call, with drawn weights, processed as after loading."""
     from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers import fused_moe
 
@@ -248,7 +248,7 @@ class Direct:
         self.activation = activation(spec)
 
     def call(self, inputs: Routed) -> Callable[[], torch.Tensor]:
-        """The layer on these tokens."""
+        """Run the layer on these tokens."""
         gate_up, down = self.weights
         return lambda: self.run(inputs.x, gate_up, down, inputs.ids, inputs.weights, self.activation)
 
@@ -263,9 +263,9 @@ def activation(spec: Kind) -> Any:
 
 
 def draw(name: str, parameter: torch.Tensor, kind: str, spec: Kind) -> None:
-    """Numbers for a parameter: codes of any value, scales of one binade, biases and bf16 weights that are small.
+    """Fill a parameter: codes of any value, scales within one power of two, small biases and bf16 weights.
 
-    They are drawn in the checkpoint's shape: a backend may have more room for them, or the matrix turned.
+    Numbers are drawn in the checkpoint's shape: a backend may pad or transpose the parameter.
     """
     to = parameter.data.zero_()
     if "g_idx" in name or "shape" in name:
@@ -292,7 +292,7 @@ def draw(name: str, parameter: torch.Tensor, kind: str, spec: Kind) -> None:
 
 
 class Routed(NamedTuple):
-    """Tokens [T, H] and what a router says of each [T, E], in bf16; by that top_k experts and their weights."""
+    """Tokens [T, H] and router logits [T, E] in bf16; the top_k experts by these logits, and their weights."""
 
     x: torch.Tensor
     logits: torch.Tensor
@@ -301,7 +301,7 @@ class Routed(NamedTuple):
 
 
 def routing(spec: Kind, T: int, device: str) -> Routed:
-    """Drawn tokens. No two logits of a token are equal, so that whoever chooses top_k of them chooses the same."""
+    """Drawn tokens. A token's logits all differ, so every implementation of top_k chooses the same experts."""
     g = torch.Generator(device).manual_seed(T)
     x = torch.randn(T, spec.H, generator=g, device=device).bfloat16()
     # The bits of bf16 numbers between 2**-7 and 2, E different ones, in any order.
@@ -314,12 +314,12 @@ def routing(spec: Kind, T: int, device: str) -> Routed:
 
 
 def call_of(layer: Any, inputs: Routed, routed: bool) -> Callable[[], torch.Tensor]:
-    """The layer on these tokens, as vLLM's runner calls it; ``routed``: with choosing top_k experts."""
+    """A call of the layer on these tokens, as vLLM's runner calls it; ``routed``: with choosing top_k experts."""
     method = layer.quant_method
     H = inputs.x.shape[1]
     padding = 0 if method.skip_forward_padding else layer.moe_config.hidden_dim - H
     shared = dict.fromkeys({"shared_experts", "shared_experts_input"} & {*inspect.signature(method.apply).parameters})
-    if "shared" in inspect.signature(method.apply).parameters:  # pretuned's hands on what a vLLM hands it
+    if "shared" in inspect.signature(method.apply).parameters:  # pretuned's method passes on this vLLM's arguments
         shared = shared_of(layer)
 
     dtype = getattr(method, "topk_indices_dtype", None)
@@ -346,7 +346,7 @@ def shared_of(layer: Any) -> dict[str, None]:
 
 
 def experts_of(layer: Any) -> str:
-    """The class that runs a layer."""
+    """The class of the experts that runs a layer."""
     kernel = getattr(layer.quant_method, "moe_kernel", None)
     return type(kernel.fused_experts if kernel is not None else layer.quant_method).__name__
 
@@ -357,7 +357,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def timed(cell: dict[str, Any], clock: Any, graphs: dict[str, Any], out: dict[str, torch.Tensor], ours: str) -> None:
-    """Put into a cell each side's time, us, and how far its result is from ours; or what stopped that."""
+    """Write each side's time in us and its result's distance from ours into a cell, or the error that stopped it."""
     try:
         times = clock.rounds_us(list(graphs.values()), ROUNDS)
         cell["us"] = {name: round(statistics.median(replays), 2) for name, replays in zip(graphs, times, strict=True)}
@@ -371,7 +371,7 @@ def timed(cell: dict[str, Any], clock: Any, graphs: dict[str, Any], out: dict[st
 def vllm_of_one(device: str) -> Iterator[None]:
     """vLLM's process groups for one process, and its workspace.
 
-    The groups are let go of before the file through which they were made: NCCL's thread would wait for it to come back.
+    The groups end before their rendezvous file is removed: NCCL's thread would wait for the file.
     """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -390,7 +390,7 @@ def vllm_of_one(device: str) -> Iterator[None]:
 
 
 def measure(kind: str, backends: list[str], tokens: list[int], keep: Callable[[dict[str, Any]], None]) -> None:
-    """All cells of a layer."""
+    """Measure all cells of a layer."""
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
 
@@ -466,14 +466,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def find_vllm(vllm: Path, packages: Path | None) -> None:
-    """Make vLLM importable, and triton_kernels that it has; attention's modules too, where the wheel was cut."""
+    """Make vLLM and its triton_kernels importable; stub attention's modules if the wheel was cut."""
     find([vllm, vllm / "vllm" / "third_party"], packages)
     if not (vllm / "vllm" / "vllm_flash_attn").is_dir():
         stand_in("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure; 1 where no cell has a time."""
+    """Measure; return 1 if no cell has a time."""
     args = arguments(argv)
     if args.here:
         leave(here(args))
@@ -522,7 +522,7 @@ def here(args: argparse.Namespace) -> int:
     try:
         with vllm_of_one("cuda"):
             measure(kind, backends, args.tokens, keep)
-            faulthandler.dump_traceback_later(CLOSING, exit=True)  # should letting go of the groups take longer
+            faulthandler.dump_traceback_later(CLOSING, exit=True)  # if closing the groups hangs
     except Exception:
         keep({"kind": kind, "tokens": None, "failed": {"all": traceback.format_exc(limit=-6)}})
     return 0 if any(cell.get("us") for cell in cells) else 1

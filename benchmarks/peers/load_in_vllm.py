@@ -36,14 +36,14 @@ from .engines import child, leave, ready_files
 from .layers_in_vllm import find_vllm, vllm_of_one
 
 MODELS: dict[str, dict[str, Any]] = {"gpt-oss-20b": GPT_OSS, "qwen3-30b-fp8": QWEN}
-SMALL = {"vocab_size": 1024, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # embeddings are not what loads
+SMALL = {"vocab_size": 1024, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # small embeddings
 WHOLE = "whole"
 PHASES = ("make", "weights", "process", WHOLE)
 _Times = dict[str, list[float]]  # of each phase, milliseconds
 
 
 def config_of(model: str, layers: int, **sizes: int) -> dict[str, Any]:
-    """A model's config.json with fewer layers; its experts alone are quantised. ``sizes`` are others than its own."""
+    """A model's config.json with fewer layers; only its experts are quantised. ``sizes`` replace the model's sizes."""
     config = MODELS[model] | SMALL | {"num_hidden_layers": layers} | sizes
     if model == "gpt-oss-20b":
         kinds = ("sliding_attention", "full_attention")
@@ -54,7 +54,7 @@ def config_of(model: str, layers: int, **sizes: int) -> dict[str, Any]:
 
 
 def experts(config: dict[str, Any], layer: int, device: str) -> Iterator[tuple[str, Any]]:
-    """A layer's tensors by a checkpoint's names, with numbers that are drawn: no NaN, and results that are small."""
+    """Yield a layer's tensors under a checkpoint's names, drawn without NaN and so that results are small."""
     import torch
 
     H = config["hidden_size"]
@@ -80,7 +80,7 @@ def experts(config: dict[str, Any], layer: int, device: str) -> Iterator[tuple[s
 
 
 def write(folder: Path, config: dict[str, Any], seed: int, device: str) -> int:
-    """Write a model's config and its experts, a file for each layer; how many bytes these are."""
+    """Write a model's config and its experts, a file for each layer; return the files' bytes."""
     import torch
     from safetensors.torch import save_file
 
@@ -94,7 +94,7 @@ def write(folder: Path, config: dict[str, Any], seed: int, device: str) -> int:
 
 
 def settings(folder: Path, files: str) -> Any:
-    """vLLM's config of the model in a folder. ``files`` is its load format."""
+    """vLLM's config for the model in ``folder``. ``files`` is vLLM's load format."""
     import torch
     from vllm.engine.arg_utils import EngineArgs
 
@@ -104,7 +104,7 @@ def settings(folder: Path, files: str) -> Any:
 
 
 def register(model: str) -> None:
-    """Hand vLLM a model's class; else it imports it in a process of its own. And the plug-in."""
+    """Register pretuned's plug-in, and the model's class, which vLLM would otherwise import in a process of its own."""
     import vllm
 
     from pretuned.integrations.vllm import register as register_pretuned
@@ -124,7 +124,7 @@ def idle() -> None:
 
 
 def timed(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
-    """The function, which appends to ``times`` how many milliseconds it took, from idle to idle."""
+    """Wrap ``call``: each call appends its milliseconds, from idle GPU to idle GPU, to ``times``."""
 
     @functools.wraps(call)
     def run(*arguments: Any, **named: Any) -> Any:
@@ -140,7 +140,7 @@ def timed(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def phases(times: _Times) -> Iterator[None]:
-    """Append the times of the phases of vLLM's loads to ``times``."""
+    """Append the times of each phase of vLLM's loads in this block to ``times``."""
     from vllm.model_executor.model_loader import base_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -162,7 +162,7 @@ def phases(times: _Times) -> Iterator[None]:
 
 
 def load(config: Any, times: _Times | None = None) -> Any:
-    """vLLM's model, by its loader."""
+    """Load the model with vLLM's loader."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
@@ -172,7 +172,7 @@ def load(config: Any, times: _Times | None = None) -> Any:
 
 
 def reload(model: Any, config: Any, folder: Path) -> None:
-    """Load new weights from a folder's files by the lines of vLLM's ``reload_weights``."""
+    """Load other weights from a folder's files, with the steps of vLLM's ``reload_weights``."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -202,7 +202,7 @@ def in_turns(turns: int, run: Callable[[str], None]) -> None:
 
 
 def here(args: argparse.Namespace) -> dict[str, Any]:
-    """All loads of a model, in this process."""
+    """Time all loads of a model in this process."""
     if args.vllm is not None:
         find_vllm(args.vllm, args.packages)
     import torch
@@ -241,7 +241,7 @@ def here(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(report: dict[str, Any]) -> Iterator[str]:
-    """A line for each phase of each load: both sides' medians and quartiles, without the first, and their quotient."""
+    """A line for each phase of each load: both sides' medians and quartiles without the first load, and their ratio."""
     for loading, sides in report["ms"].items():
         for phase in PHASES:
             both = [sides[side].get(phase, [])[1:] for side in SIDES]
@@ -295,7 +295,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure; 1 where a model was stopped."""
+    """Measure; return 1 if a model was stopped."""
     args = arguments(argv)
     if args.here:
         try:

@@ -38,12 +38,12 @@ from pretuned.runtime import ExpertWeights, QuantizedRows, activate, experts_mlp
 RANKS, MOST = 8, 1024  # most rows of an expert
 ROWS = (1, 8, 16, 64, 128, 1024)
 CANARY = 7.25
-MAX_DIFFERENCE = 5e-2  # of an x in e4m3 and one in bf16, relative
+MAX_DIFFERENCE = 5e-2  # relative, between results of x in e4m3 and of x in bf16
 BUDGET_MS = 150.0  # of a cell
 
 
 class Kind(NamedTuple):
-    """A layer of all ranks."""
+    """A layer's name and sizes; E counts the experts of all ranks."""
 
     name: str
     E: int
@@ -65,7 +65,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, E: int, rows: int, columns: int, device: str, most: int = MOST) -> Rows:
-        """About so many rows an expert."""
+        """Draw padded rows with about ``rows`` rows an expert."""
         g = torch.Generator().manual_seed(rows)
         drawn = torch.randint(max(1, rows // 2), rows + rows // 2 + 1, (E,), generator=g)
         counts = drawn.clamp(max=most).to(device, torch.int32)
@@ -77,7 +77,7 @@ class Rows(NamedTuple):
 
 
 def products(rows: Rows, w: Any) -> dict[str, Call]:
-    """The padded and the packed call, each into a y of its own."""
+    """The padded and the packed call by name, each with a y of its own."""
     N, how = w.shape[1], {"expected_rows": rows.packed.shape[0]}
     out = rows.padded.new_full((*rows.padded.shape[:2], N), CANARY)
     return {
@@ -98,7 +98,7 @@ def layers(rows: Rows, up: Any, down: Any) -> dict[str, Call]:
 
 
 def quantised(rows: Rows) -> QuantizedRows:
-    """Codes of x, and scales for each 128 columns, as an all-to-all brings them."""
+    """Codes of x with a scale for each 128 columns, in the form that an all-to-all delivers."""
     E, most, K = rows.padded.shape
     x = torch.where(rows.there[..., None], rows.padded, 0).float().view(E, most, K // 128, 128)
     scales = (x.abs().amax(-1) / 448).clamp(min=1e-10)
@@ -107,7 +107,7 @@ def quantised(rows: Rows) -> QuantizedRows:
 
 
 def coded(rows: Rows, w: ExpertWeights) -> Call:
-    """Return pretuned's calls on x that was quantised beforehand."""
+    """Return pretuned's call on x that was quantised beforehand."""
     out = rows.padded.new_full((*rows.padded.shape[:2], w.shape[1]), CANARY)
     how = {"expected_rows": rows.packed.shape[0], "out": out}
     return functools.partial(grouped_gemm, quantised(rows), w, rows.counts, **how)
@@ -132,7 +132,7 @@ def deepgemm(rows: Rows, w: ExpertWeights) -> Call:
 
 
 def compared(rows: Rows, calls: dict[str, Call]) -> dict[str, Any]:
-    """How far padded rows are from packed ones, whether they have the same bits, and whether padding was written."""
+    """The difference between padded and packed rows, whether their bits are equal, and whether padding was written."""
     want, padded = calls["packed"](), calls["padded"]()
     got = padded[rows.there]
     row: dict[str, Any] = {
@@ -151,7 +151,7 @@ def compared(rows: Rows, calls: dict[str, Call]) -> dict[str, Any]:
 
 
 def fp8_weights(E: int, N: int, K: int, device: str) -> tuple[ExpertWeights, ExpertWeights]:
-    """Of blocks, as a checkpoint has them, and prepared: x is quantised, too."""
+    """Weights with fp8 128x128 blocks, whose products quantise x: in the checkpoint layout, and prepared."""
     w = quantised_weights(E, N, K, DType.FP8_BLOCK, device, prepared=False)
     return w, ExpertWeights.fp8_block(w.codes.clone(), w.scale.clone()).prepare()
 
@@ -176,7 +176,7 @@ def cells_of(kind: Kind, device: str, theirs: bool) -> Any:
 
 
 def measure(kinds: Sequence[Kind], numbers: Sequence[int], seconds: float, *, theirs: bool) -> list[dict[str, Any]]:
-    """A cell for each product and number of rows; none is begun after so many seconds."""
+    """Measure a cell for each product and number of rows; no cell begins after so many seconds."""
     clock, begun, cells = method.Clock(), time.monotonic(), []
     for kind in kinds:
         for what, K, make in cells_of(kind, "cuda", theirs):
@@ -190,7 +190,7 @@ def measure(kinds: Sequence[Kind], numbers: Sequence[int], seconds: float, *, th
                     calls = make(rows)
                     try:
                         cell |= compared(rows, calls)
-                    except Exception as error:  # theirs: it is told, and ours is timed
+                    except Exception as error:  # another library's error: it is recorded, and ours is timed
                         cell["failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                         calls.pop("deepgemm", None)
                         cell |= compared(rows, calls)
@@ -204,7 +204,7 @@ def measure(kinds: Sequence[Kind], numbers: Sequence[int], seconds: float, *, th
 
 
 def said(cell: dict[str, Any]) -> str:
-    """A cell in a line."""
+    """A cell in one line."""
     text = f"{cell['model']:12} {cell['what']:13} {cell['rows']:>5} rows: padded {cell['padded_us']:8.1f} us"
     text += f", x {cell['padded_us'] / cell['packed_us']:.3f} of packed"
     if "deepgemm_us" in cell:
@@ -213,7 +213,7 @@ def said(cell: dict[str, Any]) -> str:
 
 
 def table(cells: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: by rows of an expert, padded over packed, and DeepGEMM over padded."""
+    """A Markdown table by rows an expert: padded time over packed, and DeepGEMM's over padded."""
     numbers = sorted({cell["rows"] for cell in cells})
     lines = ["| layer | ratio | " + " | ".join(map(str, numbers)) + " |", "|---|---|" + "---|" * len(numbers)]
     for name, what in dict.fromkeys((cell["model"], cell["what"]) for cell in cells):
@@ -233,7 +233,7 @@ def table(cells: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def wrong(cell: dict[str, Any]) -> bool:
-    """Return True if a result is off, or padding was written to."""
+    """Return True if a result is wrong, or padding was written to."""
     differences = [cell[name] for name in ("difference", "codes_difference") if name in cell]
     return bool(cell["padding_written"] or not all(difference < MAX_DIFFERENCE for difference in differences))
 

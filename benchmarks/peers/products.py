@@ -1,4 +1,4 @@
-"""One product of quantised weights: the operands as we and as the others take them, and how far a result is off.
+"""One product of quantised weights: operands for our kernels and for other libraries, and the error of a result.
 
 Importing this imports nothing of pretuned: ``cold_start`` times that import.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Call: TypeAlias = Callable[[], torch.Tensor]
 INT4 = ("int4_g32", "int4_g128")
 INT4_ZERO = "int4_g128_zp"  # with zero points
-OF_CODES = ("fp8_block", "fp8_channel")  # whose x is quantised, too
+OF_CODES = ("fp8_block", "fp8_channel")  # formats whose products quantise x, too
 MODELS = {  # E, H, I, top_k
     "mxfp4": {"gpt-oss-20b": (32, 2880, 2880, 4), "gpt-oss-120b": (128, 2880, 2880, 4)},
     "fp8_block": {
@@ -38,7 +38,7 @@ MODELS = {  # E, H, I, top_k
 }
 MODELS[INT4_ZERO] = MODELS["int4_g128"]
 
-FLAGSHIPS = {  # measured where they are asked for; of ep=8 the experts of one rank, with the rows of T tokens a rank
+FLAGSHIPS = {  # measured on request; for ep=8 one rank's experts, with the rows that T tokens a rank give it
     "mxfp4": {
         "v4-flash": (256, 4096, 2048, 6),
         "v4-pro-ep8": (48, 7168, 3072, 6),
@@ -49,13 +49,13 @@ FLAGSHIPS = {  # measured where they are asked for; of ep=8 the experts of one r
 
 
 def models_of(format: str) -> dict[str, tuple[int, int, int, int]]:
-    """All models of a format, recent ones last."""
+    """All models of a format; those of ``FLAGSHIPS`` come last."""
     return MODELS[format] | FLAGSHIPS.get(format, {})
 
 
 @dataclass(frozen=True)
 class Product:
-    """w [E, N, K] of a model's layer: codes and scales as a checkpoint has them, drawn when they are asked for."""
+    """w [E, N, K] of a model's layer: codes and scales in a checkpoint's layout, drawn at first use."""
 
     format: str
     model: str
@@ -69,12 +69,12 @@ class Product:
 
     @property
     def group(self) -> int:
-        """Elements of K that share a scale."""
+        """The number of elements of K that share a scale."""
         return {"mxfp4": 32, "mxfp8": 32, "int4_g32": 32, "fp8_channel": self.K}.get(self.format, 128)
 
     @cached_property
     def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales."""
+        """Codes and scales of w."""
         g, (E, N, K) = torch.Generator(self.device).manual_seed(1), (self.E, self.N, self.K)
 
         def drawn(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -114,7 +114,7 @@ class Product:
 
 
 def products(formats: list[str], models: list[str] | None = None) -> Iterator[Product]:
-    """Both products of each model, one after another: who lets go of one has its memory back."""
+    """Both products of each model, one after another: a caller that drops a product frees its memory."""
     for format in formats:
         for model, (E, H, width, top_k) in models_of(format).items():
             if model in (MODELS[format] if models is None else models):
@@ -123,9 +123,9 @@ def products(formats: list[str], models: list[str] | None = None) -> Iterator[Pr
 
 
 class Cell:
-    """A product of T tokens: x, and where each sorted row belongs.
+    """A product of T tokens: x, and each sorted row's expert.
 
-    ``m_sizes`` [E] are each expert's rows; default: those of pretuned's measurements.
+    ``m_sizes`` [E] are each expert's rows; default: the rows of pretuned's measurements.
     """
 
     def __init__(self, product: Product, T: int, m_sizes: torch.Tensor | None = None) -> None:
@@ -144,7 +144,7 @@ class Cell:
 
     @cached_property
     def quantised(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """x in e4m3, and its scales [M, K / 128], or [M, 1]."""
+        """x in e4m3 and its scales [M, K / 128], or [M, 1]."""
         parts = self.x.float().view(self.M, -1, self.product.group)
         scale = parts.abs().amax(-1).clamp(1e-4) / 448
         return (parts / scale[..., None]).to(torch.float8_e4m3fn).view(self.M, self.K), scale
@@ -160,7 +160,7 @@ class Cell:
         return slots, experts, torch.tensor([total], dtype=torch.int32, device=self.device)
 
     def error(self, y: torch.Tensor, *, of_codes: bool) -> float:
-        """Of three experts' rows, against fp32 of the dequantised weights and of x, or of x's codes."""
+        """The relative error of three experts' rows, against fp32 of the dequantised weights and of x or x's codes."""
         off = total = 0.0
         there = (self.m_sizes > 0).nonzero()[:, 0]
         for e in {int(self.m_sizes.argmax()), int(there[0]), int(there[-1])}:

@@ -1,4 +1,4 @@
-"""QuACK's configurations: how they are written, and which was fastest for which product (quack-configs.jsonl here).
+"""QuACK's configurations: their text form, and the fastest for each product (quack-configs.jsonl in this folder).
 
 ``128x192pp12d`` is a tile of 128 rows and 192 columns, pingpong (``co``: cooperative), a cluster of 1 x 2 blocks, and
 dynamic scheduling; ``k32`` at the end is a tile of 32 along the reduction in place of QuACK's own 64.
@@ -20,7 +20,7 @@ Cell = tuple[str, str, str, int]  # model, GEMM, op, tokens
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One configuration, by the names of QuACK's own ``GemmConfig``; ``tile_k`` None is its default."""
+    """A configuration, with the names of QuACK's ``GemmConfig``; ``tile_k`` None is QuACK's default."""
 
     tile_m: int
     tile_n: int
@@ -32,7 +32,7 @@ class Config:
 
     @classmethod
     def parse(cls, text: str) -> Config:
-        """The configuration that ``text`` means. Raises ValueError where it means none."""
+        """Parse a configuration's text. Raises ValueError if it can't be parsed."""
         match = NOTATION.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is no configuration of QuACK: wanted one like 128x192pp12, 128x256co11dk32")
@@ -55,7 +55,7 @@ class Config:
 
 
 def read(path: Path = TABLE) -> dict[Cell, Config]:
-    """The fastest configuration of each cell. Raises ValueError, with the line, where one can't be read."""
+    """The fastest configuration of each cell. Raises ValueError with the line that can't be read."""
     best: dict[Cell, Config] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
@@ -71,12 +71,12 @@ def read(path: Path = TABLE) -> dict[Cell, Config]:
 
 
 def usual(best: dict[Cell, Config], op: str, count: int) -> list[Config]:
-    """The configurations most often fastest for an op, the first named first among equals."""
+    """The configurations that were most often the fastest for an op, in that order; ties in order of appearance."""
     return [config for config, _ in Counter(c for cell, c in best.items() if cell[2] == op).most_common(count)]
 
 
 def to_try(best: dict[Cell, Config], cell: Cell, more: int) -> list[Config]:
-    """A cell's fastest configuration and ``more`` of the op's usual ones; three more of those where none is known."""
+    """A cell's fastest configuration and ``more`` of its op's usual ones; three more usual ones if none is recorded."""
     best_here = [best[cell]] if cell in best else []
     others = [config for config in usual(best, cell[2], more + 3) if config not in best_here]
     return best_here + others[: more if best_here else more + 3]

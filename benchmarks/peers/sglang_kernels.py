@@ -31,16 +31,17 @@ IN_ITS_PLACE = {
 }
 OPS = "sglang.kernels.ops."
 MARLIN = Path("gemm") / "marlin_moe" / "moe_wna16_marlin.cuh"
-# Which kernels of Marlin's stay: of int4 in groups of 32 (2 x 16), or of mxfp4.
+# The Marlin kernels that stay: of int4 in groups of 32 (2 x 16), or of mxfp4.
 _KEPT = {"int4": ("COMMON", "kU4B8"), "mxfp4": ("MXFP4", "kFE2M1f")}
 _KINDS = re.compile(r"(\w+)_GET_IF\(host::(\w+)\)")
 _GROUPS = re.compile(r"_GET_IF\(W_TYPE, \d, N_BLOCKS, K_BLOCKS, (true|false), (-1|4|8), NUM_THREADS, false\)\s*\\?")
 
 
 def moe_align_block_size(*args: Any) -> None:
-    """Rows sorted by expert in padded blocks, into the buffers given: the extension's arguments, the same for both.
+    """Sort rows by expert into padded blocks, into the buffers passed; takes the extension's arguments.
 
-    Ids are counted from -1, so ``num_experts`` has one more. (Leaving out invalid experts, a ninth argument, it lacks.)
+    Expert ids are counted from -1, so ``num_experts`` is one higher. The extension's optional ninth argument, which
+    leaves out invalid experts, is not supported.
     """
     importlib.import_module(OPS + "moe.moe_align").moe_align_block_size(*args)
 
@@ -54,7 +55,10 @@ def moe_sum_reduce(x: torch.Tensor, out: torch.Tensor, factor: float) -> None:
 
 
 def stand_in() -> dict[str, str]:
-    """Replace functions of sgl_kernel unless it can be loaded; return their replacements by name. Others of it fail."""
+    """Replace functions of sgl_kernel unless it can be loaded; return the replacements by name.
+
+    Other functions of sgl_kernel raise NotImplementedError.
+    """
     try:
         importlib.import_module("sgl_kernel")
     except (ImportError, OSError):
@@ -90,9 +94,9 @@ def stand_in() -> dict[str, str]:
 
 
 def older_triton() -> list[str]:
-    """Put into Triton what triton_kernels asks of a newer one than 3.6; the names of it.
+    """Add the attributes that triton_kernels needs from a Triton newer than 3.6; return their names.
 
-    With them its products of mxfp4 on 9.0 compile by Triton 3.6.
+    With them Triton 3.6 compiles its mxfp4 products for sm_90.
     """
     info = importlib.import_module("triton.language.target_info")
     kernel = importlib.import_module("triton.runtime.jit").JITFunction
@@ -108,7 +112,7 @@ def older_triton() -> list[str]:
 
 
 def fewer(source: str, kind: str) -> tuple[str, int]:
-    """Marlin's list of kernels without those that a layer of this kind never runs, and how many lines went."""
+    """Marlin's list of kernels without those that a layer of this kind never runs, and the number of lines removed."""
     lines = source.splitlines(keepends=True)
     stay = [line for line in lines if not _goes(line.strip(), kind)]
     return "".join(stay), len(lines) - len(stay)
@@ -120,9 +124,9 @@ def _goes(line: str, kind: str) -> bool:
 
 
 def fewer_marlins(sources: Path, folder: Path, kind: str) -> Path:
-    """A copy of SGLang's sources of Marlin in ``folder`` with a kind's kernels; the file that lists them.
+    """Copy SGLang's Marlin sources into ``folder`` with only a kind's kernels; return the file that lists them.
 
-    Each kernel that is left is what it was.
+    Each remaining kernel is unchanged.
     """
     for name in ("marlin", "marlin_moe"):
         shutil.copytree(sources / "gemm" / name, folder / "gemm" / name, dirs_exist_ok=True)
@@ -138,7 +142,7 @@ def fewer_marlins(sources: Path, folder: Path, kind: str) -> Path:
 
 
 def _from(file: Path) -> None:
-    """Have SGLang compile Marlin from here."""
+    """Make SGLang compile Marlin from these sources."""
     marlin = importlib.import_module(OPS + "moe.moe_wna16_marlin")
     load = importlib.import_module("sglang.kernels.jit.utils").load_jit
     marlin.load_jit = lambda *args, **options: load(*args, **(options | {"cuda_files": [str(file)]}))
@@ -186,9 +190,9 @@ def _files(wanted: list[tuple[str, str, tuple[Any, ...]]]) -> list[Callable[[], 
 
 
 def compile_all(kind: str, folder: Path, built: Path | None = None) -> None:
-    """Compile a layer's kernels, all at the same time, with ``folder`` for sources; those in ``built`` are taken."""
+    """Compile a layer's kernels in parallel, with ``folder`` for sources; modules in ``built`` are loaded instead."""
     compiling = importlib.import_module("sglang.kernels.jit.utils.compile")
-    importlib.import_module("sglang.kernels.jit.utils.arch").get_jit_cuda_arch()  # asks the GPU, in this thread
+    importlib.import_module("sglang.kernels.jit.utils.arch").get_jit_cuda_arch()  # queries the GPU in this thread
     if built is not None:
         take(built)
     if kind in _KEPT:
@@ -197,9 +201,9 @@ def compile_all(kind: str, folder: Path, built: Path | None = None) -> None:
 
 
 def take(built: Path) -> None:
-    """Have SGLang load the modules of ``built``, by their names, before it looks for its own.
+    """Make SGLang load the modules in ``built``, by their names, before its own.
 
-    What does not load it deletes, and compiles.
+    A module that does not load is deleted and compiled again.
     """
     loader = importlib.import_module("sglang.kernels.jit.utils.compile.loader")
     find = loader._find_prebuilt
@@ -212,14 +216,14 @@ def take(built: Path) -> None:
 
 
 def build(built: Path, folder: Path) -> list[str]:
-    """Compile all kinds' kernels for 9.0 into ``built``, with ``folder`` for sources; the names of the modules.
+    """Compile all kinds' kernels for sm_90 into ``built``, with ``folder`` for sources; return the modules' names.
 
-    What is there already stays. No GPU is asked.
+    Modules that are there already stay. No GPU is needed.
     """
     compiling = importlib.import_module("sglang.kernels.jit.utils.compile")
     loader = importlib.import_module("sglang.kernels.jit.utils.compile.loader")
     arch = importlib.import_module("sglang.kernels.jit.utils.arch")
-    # What SGLang says where there is a GPU of NVIDIA's.
+    # SGLang's values on a machine with an NVIDIA GPU.
     importlib.import_module(OPS + "activation.activation").get_activation_cuda_cflags = lambda: ["--use_fast_math"]
     names: list[str] = []
 

@@ -1,4 +1,4 @@
-"""A kernel that reads so many bytes and writes so many, and does nothing else: what memory alone takes."""
+"""A kernel that only reads and writes given numbers of bytes: its time is memory's share of a product's."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BLOCK, WARPS = 4096, 8  # words that a program reads at once
 
 @triton.jit
 def stream(source, target, words, stored, BLOCK: tl.constexpr):
-    """target[i] = what a program has summed up of ``source``, for each i below ``stored``; persistent."""
+    """target[i] = a program's sum of its part of ``source``, for each i below ``stored``; persistent."""
     lane = tl.arange(0, BLOCK)
     own = tl.program_id(0).to(tl.int64) * BLOCK
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     total = tl.zeros((BLOCK,), tl.int32)
     for first in range(own, words, step):
         total += tl.load(source + first + lane, mask=first + lane < words, other=0)
-    if tl.sum(total, 0) != 0:  # it is 0, which the compiler does not know: so all is read
+    if tl.sum(total, 0) != 0:  # the sum is 0, but the compiler can't know that, so it keeps all loads
         tl.store(target + lane, total)
     for first in range(own, stored, step):
         tl.store(target + first + lane, tl.zeros((BLOCK,), tl.int32), mask=first + lane < stored)

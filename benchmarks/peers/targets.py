@@ -32,16 +32,16 @@ from .products import INT4, MODELS
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = ("quantised-peers-h100.jsonl", "fp8-peers-h100.jsonl")
 TOKENS = (1, 16, 128, 1024, 8192)
-TARGETS = {  # two thirds of the way from the best library to what bytes and arithmetic allowed it
+TARGETS = {  # two thirds of the way from the best library's time to the bound by bytes and arithmetic
     "fp8 blocks": (1.08, 1.04, 1.04, 1.11, 1.14),
     "mxfp4": (1.22, 1.19, 1.23, 1.40, 1.25),
     "int4": (1.06, 1.10, 1.20, 1.26, 1.04),
 }
-READS = 128  # tokens, up to which memory bounds
+READS = 128  # tokens up to which memory is the bound
 
 
 class Cell(NamedTuple):
-    """One product of a model at some tokens, as it was measured."""
+    """One measured product of a model at a number of tokens."""
 
     format: str
     model: str
@@ -54,7 +54,7 @@ class Cell(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Its row of the targets."""
+        """The cell's row in the table of targets."""
         return "int4" if self.format in INT4 else "fp8 blocks" if self.format == "fp8_block" else self.format
 
 
@@ -67,7 +67,7 @@ def bytes_of(format: str, sizes: tuple[int, int, int], tokens: int, top_k: int) 
 
 
 def cell_of(row: dict[str, Any]) -> Cell:
-    """Of a line of a file."""
+    """The cell of a line of a file."""
     N, K, T, top_k = (*(row[name] for name in ("N", "K", "tokens")), MODELS[row["format"]][row["model"]][3])
     moved = sum(bytes_of(row["format"], (row["E"], N, K), T, top_k))
     others = [us for name, us in row["us"].items() if peer_of(name) is not None]
@@ -76,7 +76,7 @@ def cell_of(row: dict[str, Any]) -> Cell:
 
 
 def read(folder: Path = RESULTS) -> list[Cell]:
-    """Every cell of both files."""
+    """All cells of both files."""
     lines = [line for name in FILES for line in (folder / name).read_text().splitlines()]
     return [cell_of(json.loads(line)) for line in lines]
 
@@ -93,19 +93,19 @@ class Limits:
 
     @cached_property
     def rate(self) -> float:
-        """Bytes a microsecond of the cell that reads fastest."""
+        """Bytes a microsecond of the cell that reads fastest, up to ``READS`` tokens."""
         return max(cell.bytes / min(cell.us, cell.best_us) for cell in self.cells if cell.tokens <= READS)
 
     def column(self, kind: str, tokens: int) -> list[Cell]:
-        """Its cells."""
+        """The cells of a row of the targets at a number of tokens."""
         return [cell for cell in self.cells if (cell.kind, cell.tokens) == (kind, tokens)]
 
     def beside_us(self, column: list[Cell]) -> float:
-        """The least time beside the bytes', ours or another's."""
+        """The least of (a cell's time minus the time of its bytes), over our times and the best libraries'."""
         return min(min(cell.us, cell.best_us) - cell.bytes / self.rate for cell in column)
 
     def spread(self, column: list[Cell]) -> str:
-        """The least and the most time beside the bytes', of ours and of the best libraries."""
+        """The least and the most of (time minus the time of the bytes), for ours and for the best libraries."""
         rests = [
             [us - cell.bytes / self.rate for cell in column for us in (cell.us, cell.best_us)][i::2] for i in (0, 1)
         ]
@@ -117,14 +117,14 @@ class Limits:
         return lambda cell: beside + cell.bytes / self.rate
 
     def beside_bf16(self, column: list[Cell], what: str) -> str:
-        """``what`` of kernels-h100.json over ours, of the products that it has."""
+        """The mean of ``what`` in kernels-h100.json over our time, for products in both files; empty without any."""
         there = [cell for cell in column if (cell.model, cell.gemm) in self._dense]
         if not there:
             return ""
         return f"{mean(there, lambda cell: self._dense[cell.model, cell.gemm][what] / cell.us):.2f}"
 
     def rows(self) -> Iterator[str]:
-        """The table, a line a column of the targets."""
+        """Yield the table's lines, a line for each kind and number of tokens."""
         for kind, targets in TARGETS.items():
             for tokens, target in zip(TOKENS, targets, strict=True):
                 column = self.column(kind, tokens)
@@ -146,7 +146,7 @@ class Limits:
 
 
 def in_bf16(folder: Path = RESULTS) -> dict[tuple[str, str], dict[str, float]]:
-    """The forwards of 8,192 tokens of kernels-h100.json, by model and product."""
+    """The forward cells of kernels-h100.json at 8,192 tokens, by model and product."""
     cells = json.loads((folder / "kernels-h100.json").read_text())["cells"]
     return {
         (cell["model"], cell["gemm"]): cell for cell in cells if (cell["op"], cell["tokens"]) == ("forward", TOKENS[-1])

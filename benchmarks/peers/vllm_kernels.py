@@ -41,15 +41,15 @@ def package(folder: Path | None) -> Path:
 
 
 def version_of(place: Path) -> str:
-    """The version of the package in that folder, as the folder of metadata beside it says."""
+    """The version of the package in that folder, from the dist-info folder next to it; "unknown" if there is none."""
     folders = sorted(place.parent.glob("vllm-*.dist-info"))
     return folders[0].name.removeprefix("vllm-").removesuffix(".dist-info") if len(folders) == 1 else "unknown"
 
 
 def taken(source: Path, wanted: Collection[str], names: dict[str, Any]) -> dict[str, Any]:
-    """Functions of vLLM's file, defined among ``names``, by name: nothing else of the file is run.
+    """Run only the ``wanted`` functions of vLLM's file, with ``names`` as globals, and return them by name.
 
-    Raises ValueError where one is missing.
+    Raises ValueError if a function is missing.
     """
     tree = ast.parse(source.read_text(), str(source))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
@@ -61,9 +61,9 @@ def taken(source: Path, wanted: Collection[str], names: dict[str, Any]) -> dict[
 
 
 def functions(source: Path, triton: Any, language: Any, *, invariant: bool = False) -> dict[str, Any]:
-    """The functions TAKEN of vLLM's file, by name, ``invariant`` as with VLLM_BATCH_INVARIANT=1.
+    """The functions ``TAKEN`` from vLLM's file, by name; ``invariant`` as with VLLM_BATCH_INVARIANT=1.
 
-    Raises ValueError where one is missing.
+    Raises ValueError if a function is missing.
     """
     return taken(
         source,
@@ -83,7 +83,7 @@ def functions(source: Path, triton: Any, language: Any, *, invariant: bool = Fal
 class FusedMoe:
     """vLLM's fused_moe kernel; ``place`` is the folder of the package vllm. Needs Triton.
 
-    ``invariant``: its heuristic has the one tile that it has for all batches with VLLM_BATCH_INVARIANT=1.
+    ``invariant``: its heuristic returns the single tile of VLLM_BATCH_INVARIANT=1 for all batches.
     """
 
     def __init__(self, place: Path, *, invariant: bool = False) -> None:
@@ -97,9 +97,9 @@ class FusedMoe:
     def configs_of(
         self, E: int, N: int, K: int, width: int, top_k: int, T: int, device: str = "NVIDIA_H200"
     ) -> dict[str, dict[str, int]]:
-        """vLLM's configurations for T tokens, by whence: tuned for ``device`` where it has a file, and its heuristic's.
+        """vLLM's configurations for T tokens: ``heuristic``, and ``tuned`` if it has a file for ``device``.
 
-        ``width``: I, by which its files are named.
+        ``width`` is I, which is in the files' names.
         """
         configs = {"heuristic": self.fused_moe["get_default_config"](T, E, width, K, top_k, None)}
         file = self.configs / f"E={E},N={width},device_name={device}.json"
@@ -109,7 +109,7 @@ class FusedMoe:
         return configs
 
     def vllm(self, inputs: Inputs, config: dict[str, int]) -> Call:
-        """y[g] = x[g] @ w[g].T by fused_moe_kernel; which rows are whose lies ready, as vLLM would say it."""
+        """y[g] = x[g] @ w[g].T by fused_moe_kernel; each row's expert is made beforehand, in vLLM's form."""
         M, N = len(inputs.x), inputs.w.shape[1]
         slots, experts, padded = assignment(inputs.m_sizes, M, config["BLOCK_SIZE_M"])
 
@@ -141,7 +141,7 @@ class FusedMoe:
 
 
 class Kernels(FusedMoe, TritonKernels):
-    """Both, of one folder of the package vllm."""
+    """vLLM's fused_moe kernel and triton_kernels, from one folder of the package vllm."""
 
     def __init__(self, place: Path) -> None:
         FusedMoe.__init__(self, place)

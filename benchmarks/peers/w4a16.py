@@ -1,7 +1,7 @@
 """Quantised weights and x in bf16, by others: triton_kernels (mxfp4), vLLM's Marlin (4 bits, mxfp8) and Humming.
 
-Each takes the folder of the package vllm, a product and the tokens, prepares the weights as that library does, and
-gives what makes the calls of a cell, by name. Weights are the product's own: every result can be judged.
+Each takes the folder of the package vllm, a product and the tokens, prepares the weights as its library does, and
+returns the function that makes a cell's calls, by name. Weights are the product's own, so every result can be tested.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from pretuned.runtime.weights.codes import pack, unpack
 
 from .products import INT4_ZERO, Call, Cell, Product
 
-MARLIN_ROWS = (8, 16, 32, 48, 64)  # a block; vLLM takes the first that 0.9 of the mean expert's rows don't fill
+MARLIN_ROWS = (8, 16, 32, 48, 64)  # a block; vLLM takes the first size that 0.9 of the mean expert's rows don't fill
 QUANTISATION = "model_executor/layers/quantization/utils"
 MXFP8_SCALES = "mxfp8_marlin_process_scales"
-LOCKS = 2048  # as Humming's own layer has
+LOCKS = 2048  # as in Humming's own layer
 HUMMING_COLUMNS = 128  # four warps of 32 columns: what its wgmma kernels want
 
 
 def triton_kernels(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
-    """matmul_ogs, the weights in the layout that it prefers here."""
+    """matmul_ogs, with the weights in the layout that it prefers on this GPU."""
     import triton_kernels.matmul_ogs_details.opt_flags as flags
     from triton_kernels import matmul_ogs as ogs
     from triton_kernels.numerics import InFlexData
@@ -52,9 +52,9 @@ def triton_kernels(place: Path, product: Product, tokens: list[int]) -> Callable
 
 
 def orders(place: Path, *, mxfp8: bool = False) -> dict[str, Any]:
-    """vLLM's functions that order weights, scales and zero points for Marlin, by name. Needs NumPy, as they do.
+    """vLLM's functions that reorder weights, scales and zero points for Marlin, by name. Needs NumPy, as they do.
 
-    That of mxfp8 is looked up where it is asked for: older versions lack it.
+    The function for mxfp8 is looked up at first use: older versions lack it.
     """
     import numpy
 
@@ -69,14 +69,14 @@ def orders(place: Path, *, mxfp8: bool = False) -> dict[str, Any]:
 
 
 def marlin_sizes(N: int, K: int) -> tuple[int, int]:
-    """N and K, or, where none of Marlin's tiles (128 x 64, 64 x 128) divides them, as vLLM pads H and I for it."""
+    """N and K, padded like vLLM pads H and I if none of Marlin's tiles (128 x 64, 64 x 128) divides them."""
     if N % 128 == 0 == K % 64 or N % 64 == 0 == K % 128:
         return N, K
     return -(-N // 256) * 256, -(-K // 128) * 128
 
 
 class Marlin:
-    """Marlin in vLLM: the operator, the types, and the functions that order weights, scales and zero points."""
+    """Marlin in vLLM: the operator, the types, and the functions that reorder weights, scales and zero points."""
 
     def __init__(self, place: Path, *, mxfp8: bool = False) -> None:
         if not hasattr(torch.ops._moe_C, "moe_wna16_marlin_gemm"):
@@ -121,9 +121,9 @@ class Marlin:
 
 
 def marlin(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
-    """vLLM's Marlin for MoE, w4a16, each call as vLLM's fused_marlin_moe makes it for one product.
+    """vLLM's Marlin for MoE, w4a16; each call is as in vLLM's fused_marlin_moe for one product.
 
-    A padded product's x lies padded beforehand: the down product of gpt-oss.
+    A padded product's x is padded beforehand: gpt-oss's down product.
     """
     mxfp8 = product.format == "mxfp8"
     theirs, (codes, scale), zero = Marlin(place, mxfp8=mxfp8), product.operands, product.zero
@@ -190,7 +190,7 @@ def marlin(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell],
 
 
 class Humming:
-    """Humming's grouped product of rows that lie by expert, each M by the configuration that its heuristic gives.
+    """Humming's grouped product of rows sorted by expert, with its heuristic's configuration for each M.
 
     x is in bf16. Weights: mxfp4, mxfp8, int4 or fp8 128x128 blocks. Compiled kernels stay in its cache on the disk.
     """
@@ -220,7 +220,7 @@ class Humming:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def kernels(self, rows: list[int]) -> torch.Tensor:
-        """The kernels for so many rows [len(rows), 4]: compiled at once, in threads, where they are not yet."""
+        """The kernels for these numbers of rows [len(rows), 4]; missing ones are compiled in parallel threads."""
         from humming.kernel.humming import HummingKernel
         from humming.tune import get_heuristics_config
 
@@ -232,7 +232,7 @@ class Humming:
         return kernels.reshape(-1, 4)
 
     def prepare(self) -> None:
-        """Put the weights into its order."""
+        """Reorder the weights as Humming wants them."""
         from humming.transform import transform_humming_tensors
 
         codes, scale = self.product.operands
@@ -243,12 +243,12 @@ class Humming:
 
     @property
     def name(self) -> str:
-        """With the sizes, where it pads the weights."""
+        """The call's name, with the sizes if the weights are padded."""
         layer = self.layer
         return "humming" if not layer.pad_shape_n else f"humming (padded to {layer.shape_n} x {layer.shape_k})"
 
     def call(self, cell: Cell) -> Call:
-        """A call; its kernel is looked up, and compiled if it is not yet, when it first runs."""
+        """A call. Its kernel is looked up, and compiled if necessary, at the first run."""
         from humming import ops
 
         ends = torch.nn.functional.pad(cell.m_sizes.long().cumsum(0), (1, 0))
@@ -273,16 +273,16 @@ class Humming:
 
 
 def humming(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
-    """Humming's calls. The kernels of all tokens are compiled first."""
+    """Humming's calls. The kernels for all numbers of tokens are compiled first."""
     theirs = Humming(product)
-    with contextlib.suppress(Exception):  # one that can't be had is told of in its cell
+    with contextlib.suppress(Exception):  # a kernel that fails to compile is reported in its cell
         theirs.kernels([T * product.top_k for T in tokens])
     theirs.prepare()
     return lambda cell: {theirs.name: theirs.call(cell)}
 
 
 def _module(name: str, file: Path) -> Any:
-    """A module of one file that imports nothing of its package."""
+    """Import a file that needs nothing of its package."""
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise FileNotFoundError(f"no {file}")

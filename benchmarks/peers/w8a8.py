@@ -1,7 +1,7 @@
-"""fp8 of an x that is quantised beforehand: vLLM's Triton kernel, DeepGEMM (blocks alone), and ours of such an x.
+"""fp8 products of an x that is quantised beforehand: vLLM's Triton kernel, DeepGEMM (128x128 blocks only), and ours.
 
-Each takes the folder of the package vllm, a product and the tokens, prepares the weights, and gives what makes the
-calls of a cell, by name.
+Each takes the folder of the package vllm, a product and the tokens, prepares the weights, and returns the function that
+makes a cell's calls, by name.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pretuned.runtime.weights.row_codes import codes_of_rows
 
 from .products import Call, Cell, Product
 
-PADDED = 128  # DeepGEMM's rows of an expert
-TUNED_ON = ("NVIDIA_H100_80GB_HBM3", "NVIDIA_H100", "NVIDIA_H200")  # vLLM's files for these, the first that there is
-TILE = {  # its rows are 128 for many, 64 for fewer
+PADDED = 128  # DeepGEMM pads each expert's rows to a multiple of this
+TUNED_ON = ("NVIDIA_H100_80GB_HBM3", "NVIDIA_H100", "NVIDIA_H200")  # the first of these that vLLM has a file for
+TILE = {  # of vLLM's kernel; its rows are 128 for many rows, 64 for fewer
     "BLOCK_SIZE_N": 256,
     "BLOCK_SIZE_K": 128,
     "GROUP_SIZE_M": 16,
@@ -37,7 +37,7 @@ TILE = {  # its rows are 128 for many, 64 for fewer
 
 
 def ours(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
-    """Our product of codes, by the choice of the bundle that has it."""
+    """Our product of codes, with the variant that the bundles choose."""
 
     def calls(cell: Cell) -> dict[str, Call]:
         dtype = DType(product.format)
@@ -68,9 +68,9 @@ def ours(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], d
 def vllm(
     place: Path, product: Product, tokens: list[int], *, invariant: bool = False
 ) -> Callable[[Cell], dict[str, Call]]:
-    """vLLM's Triton kernel, by its heuristic; per channel also by its tuned files, and in two tiles for many rows.
+    """vLLM's Triton kernel with its heuristic; per channel also with its tuned files and with two tiles for many rows.
 
-    ``invariant``: by the heuristic of VLLM_BATCH_INVARIANT=1 alone.
+    ``invariant``: only with the heuristic of VLLM_BATCH_INVARIANT=1.
     """
     theirs, (codes, scale) = vllm_kernels.FusedMoe(place, invariant=invariant), product.operands
     names, by_row = theirs.fused_moe, product.format == "fp8_channel"
@@ -123,7 +123,7 @@ def vllm(
 
 
 def deepgemm(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell], dict[str, Call]]:
-    """DeepGEMM: rows padded to 128 an expert, or every expert's rows in a room of their own."""
+    """DeepGEMM's contiguous call (rows padded to 128 an expert) and its masked call (padded to a maximum)."""
     import deep_gemm
 
     codes, scale = product.operands
@@ -140,7 +140,7 @@ def deepgemm(place: Path, product: Product, tokens: list[int]) -> Callable[[Cell
 
 
 def _padded(cell: Cell, size: int, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x's codes and scales with row r at at[r] of ``size``, and room for y."""
+    """x's codes and scales with row r at row at[r] of ``size`` rows, and an uninitialised y."""
     x, x_scale = cell.quantised
     wide = torch.zeros(size, cell.K, device=cell.device, dtype=torch.float8_e4m3fn)
     wide.view(torch.uint8)[at] = x.view(torch.uint8)
@@ -150,7 +150,7 @@ def _padded(cell: Cell, size: int, at: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def contiguous(cell: Cell) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x's codes and scales with every expert's rows padded, y, each row's expert, and the places of x's rows."""
+    """x's codes and scales with each expert's rows padded, y, each row's expert, and the positions of x's rows."""
     n = cell.m_sizes.long()
     whole = (n + PADDED - 1) // PADDED * PADDED
     at = ((whole.cumsum(0) - whole) - cell.first)[cell.owner] + torch.arange(cell.M, device=cell.device)

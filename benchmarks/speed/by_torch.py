@@ -3,9 +3,9 @@
     python benchmarks/run.py by_torch --out by-torch-h100.json    # 90 s on a GPU; exit code 1 if a call is slower
 
 Measures the shipped kernels for E=32, N=2048 and five K, forward and dX, at 1,024 and 8,192 tokens, as ``aot measure``
-does, builds a bundle of that, and times the public calls from that bundle. All take turns in CUDA graphs: the call,
+does, builds a bundle from these times, and times the public calls from it. All take turns in CUDA graphs: the call,
 the bundle's kernel alone (of the forward, through ``out``), torch's grouped_mm with offsets made beforehand, and
-grouped_mm after one cumsum, as whoever has m_sizes calls it. The call has to reach 0.98 of the last one's speed.
+grouped_mm after one cumsum, as a caller with m_sizes needs it. The call has to reach 0.98 of the last one's speed.
 ``around`` is what the call adds to a bare grouped_mm where torch runs it: AROUND_TORCH_NS of aot/choose/choices.py.
 """
 
@@ -51,7 +51,7 @@ def built(cells: Mapping[Problem, Sequence[int]], candidates: Candidates, journa
 
 
 def tuned(folder: Path, candidates: Candidates) -> Path:
-    """Measure the cells on this GPU; the bundle's path."""
+    """Measure the cells on this GPU; return the path of the bundle that they give."""
     journal, incumbents = folder / "odd-k.journal", Incumbents.on_search_path()
     bundle = candidates.with_others(incumbents.codes([*CELLS], candidates.target.sm))
     with published_candidates(BuildPlan(CELLS, ()), bundle, incumbents) as (file, ships, entrants):
@@ -61,7 +61,7 @@ def tuned(folder: Path, candidates: Candidates) -> Path:
 
 
 def timed() -> list[dict[str, Any]]:
-    """Time each cell by the bundles that the runtime finds."""
+    """Time the public calls in each cell, from the bundles that the runtime finds."""
     import torch
 
     from benchmarks import method
@@ -129,7 +129,7 @@ def cold_capture() -> float | str:
 
 
 def _from_sizes(bare: Any, m_sizes: Any) -> object:
-    """grouped_mm, with its offsets made of m_sizes first."""
+    """A call of grouped_mm that first makes its offsets from m_sizes."""
     return bare(offs=m_sizes.cumsum(0, dtype=bare.keywords["offs"].dtype))
 
 

@@ -1,11 +1,11 @@
-"""Times products with quantised weights whose x is bf16: each config of a bundle, beside torch's way.
+"""Times products of quantised weights and bf16 x: each config of a bundle, against torch's way.
 
     PRETUNED_BUNDLES=coded.msgpack python benchmarks/run.py coded --out coded.json
     PRETUNED_BUNDLES=artifacts/bundles/candidates-sm90.msgpack.xz python benchmarks/run.py coded --ops dX \\
         --layouts nk --sizes 128,1536,2048,8 128,2048,768,8 32,5760,2880,4 --out coded-dx.json
 
 The kernel is launched as the runtime does, config by config: the sizes of Qwen3-30B-A3B's first product, or ``--sizes``
-E,N,K and the experts of a token, routed evenly at random. ``nk`` are codes in order, ``stored`` those as they are.
+E,N,K and the experts of a token, routed evenly at random. ``nk`` is prepared weights, ``stored`` the checkpoint layout.
 ``torch`` dequantises expert by expert, as the runtime does where no bundle has code; ``bf16`` is the product of the
 dequantised weights by whatever bundle has it.
 """
@@ -78,7 +78,7 @@ def main() -> None:
 def product(
     bundle: Any, variants: Any, op: Op, layout: Layout, sizes: tuple[int, ...], tokens: Any, local: Any, end: float
 ) -> list[Any]:
-    """Every config's times of one op, dtype and order, at each number of tokens."""
+    """Every config's times for one op, dtype and layout, at each number of tokens."""
     E, N, K, TOP_K = sizes
     dtype, rows = variants[0][1].dtype, []
     problem = Problem(op, dtype, E, N, K, layout)
@@ -142,7 +142,7 @@ def product(
 
 
 def timed(call: Any, repeats: int = 7, *, graph: bool = True) -> float:
-    """The median of some runs in us, each with what L2 held written over."""
+    """The median of some runs in us, each after L2 was overwritten."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     call()
     torch.cuda.synchronize()

@@ -3,13 +3,13 @@
     PRETUNED_STRICT=1 PRETUNED_BUNDLES=dtypes-sm90.msgpack:catalogue-sm90.msgpack \\
         python benchmarks/run.py dtypes --out dtypes-h200.json
 
-From bundles, through the public calls; benchmarks/peers/README.md has the commands that make the bundle. What is
-compared takes turns in one process, the method is benchmarks/method.py. bf16 and fp16 take turns with their loops of
-torch matmuls, too, which tell what the chip does differently in fp16. The loops know each expert's rows on the host.
-float32 runs in tf32 where torch.backends.cuda.matmul.allow_tf32 says so, torch's as ours. Cells of over 1.5 TFLOP are
-left out in IEEE fp32.
+From bundles, through the public calls; benchmarks/peers/README.md has the commands that build the bundle. Calls that
+are compared take turns in one process; the method is benchmarks/method.py. bf16 and fp16 take turns with their loops of
+torch matmuls, too, which show how the chip itself differs in fp16. The loops know each expert's rows on the host.
+float32 runs in tf32 if torch.backends.cuda.matmul.allow_tf32 is set, in torch and in pretuned. Cells of over 1.5 TFLOP
+are left out in IEEE fp32.
 
-The results are held against fp64 first, by rows drawn at random (all elements must be finite). Exit status 1: a wrong
+The results are compared with fp64 first, on rows drawn at random (all elements must be finite). Exit status 1: a wrong
 result, fp16 over 3 % slower than bf16 in the geometric mean, or tf32 over 10 % slower than its loop at T >= 1024.
 """
 
@@ -36,10 +36,10 @@ from pretuned.runtime import explain, grouped_gemm, grouped_gemm_dW, grouped_gem
 
 CASES = (("forward", 16), ("forward", 1024), ("forward", 8192), ("dX", 1024), ("dX", 8192), ("dW", 1024), ("dW", 8192))
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
-# What takes turns: the 16-bit types together, float32 in one precision at a time.
+# Groups of dtypes that take turns: the 16-bit types together, float32 in one precision at a time.
 GROUPS = (("bf16", "fp16"), ("tf32",), ("fp32",))
 # Relative Frobenius error against fp64. 16 bits: the result is rounded once, each element by at most u = 2^-8, 2^-11.
-# tf32: each factor of a product is, by at most 2^-11; cut off instead, 7.7e-4 in all is expected. fp32: sums of up to
+# tf32: each factor is rounded by at most 2^-11; if cut off instead, the expected error is 7.7e-4. fp32: sums of up to
 # 28672 terms, whose errors of 2^-24 each walk at random: sqrt(28672) 2^-24.
 BOUNDS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "tf32": 2.0**-10, "fp32": 1e-5}
 FP32_FLOP = 1.5e12
@@ -49,7 +49,7 @@ FP16_SLOWER, TF32_SLOWER = 1.03, 1.10
 
 @contextmanager
 def precision(dtype: str) -> Iterator[None]:
-    """float32 multiplied in tf32, by torch and by pretuned, or in IEEE fp32."""
+    """Let torch and pretuned multiply float32 in tf32, or in IEEE fp32."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
     try:
@@ -122,7 +122,7 @@ def fault(dtype: str, error: float) -> str | None:
 
 
 class Weights:
-    """w of one GEMM in each dtype, one after the other in the same memory: nothing large is freed (kernels.room)."""
+    """w of one GEMM in each dtype, one after the other in the same memory: no large memory is freed (kernels.room)."""
 
     def __init__(self, names: list[str], device: str) -> None:
         most = max(E * 2 * width * H for name, E, H, width, _ in MODELS if name in names)
@@ -135,7 +135,7 @@ class Weights:
 def timed(
     clock: method.Clock, op: str, dtypes: tuple[str, ...], inputs: dict[str, method.Inputs], budget_ms: float
 ) -> dict[str, dict[str, Any]]:
-    """Errors and times of some dtypes, ours and the loops in turns."""
+    """Errors and times for some dtypes, our calls and the loops in turns."""
     figures, calls = {}, []
     for dtype in dtypes:
         call = under(dtype, ours(op, inputs[dtype]))
@@ -197,7 +197,7 @@ def measure(names: list[str], budget_ms: float, device: str = "cuda") -> Iterato
 
 
 def ratios(cells: list[dict[str, Any]]) -> dict[str, float]:
-    """Geometric means, above 1 is faster: fp16 over bf16, ours and the loops', and ours over the loops, by dtype."""
+    """Geometric means by dtype: fp16 over bf16 for our calls and for the loops, and our calls over the loops."""
     figures = [cell["dtypes"] for cell in cells]
     means = {
         "fp16 x bf16": geometric_mean(by_dtype["bf16"]["us"] / by_dtype["fp16"]["us"] for by_dtype in figures),
@@ -213,7 +213,7 @@ def ratios(cells: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """``ratios`` by op and tokens, of all cells, and of those of at least 1024 tokens."""
+    """``ratios`` by op and tokens, for all cells, and for cells of at least 1024 tokens."""
     rows = {f"{op} {T}": [c for c in cells if (c["op"], c["tokens"]) == (op, T)] for op, T in CASES}
     rows |= {"T >= 1024": [c for c in cells if c["tokens"] >= 1024], "all": cells}
     return {name: ratios(some) for name, some in rows.items()}
@@ -262,7 +262,7 @@ def main() -> None:
     try:
         for cell in measure(names, args.budget_ms):
             cells.append(cell)
-    except KeyboardInterrupt:  # what there is counts
+    except KeyboardInterrupt:  # the cells measured so far count
         stopped = True
     means = summary(cells)
     faults = verdict(cells, means)

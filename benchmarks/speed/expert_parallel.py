@@ -3,10 +3,10 @@
     python benchmarks/run.py expert_parallel --json expert-parallel-h100.json
 
 One rank of 8 sees T tokens and has an eighth of the experts: 7 of 8 ids are -1. ``moe_mlp`` runs with
-``expected_rows`` (hint), without it (none), and on the slots that are there alone (compact): T/8 tokens whose k experts
+``expected_rows`` (hint), without it (none), and on this rank's slots alone (compact): T/8 tokens whose k experts
 are all on this rank. The rows of each expert are the same in all three, and so is the sum over a token's slots, which
 is checked. The compact call reads an eighth of the tokens and writes an eighth of the result; one that reads and writes
-as much as the others is timed, too (single): T tokens with their one slot that is there. The weights are those of one
+as much as the others is timed, too (single): T tokens with their one slot on this rank. The weights are those of one
 rank. CUDA graphs take turns, L2 flushed. The command takes at most 90 s on an H100; cells that it has no time for are
 left out. It exits with 1 if a result with the hint is wrong.
 """
@@ -33,7 +33,7 @@ from pretuned.runtime import ExpertWeights, moe_mlp
 RANKS = 8
 TOKENS = (16, 128, 512, 1024, 4096, 8192)
 MAX_DIFFERENCE = 2e-2  # of two bf16 layers, relative
-MOST = 1.03  # times of the compact call: issue 70
+MOST = 1.03  # limit of a time, in times of the compact call's
 BUDGET_MS = 300.0  # of a cell
 
 
@@ -59,7 +59,7 @@ KINDS = (
 
 
 class Calls(NamedTuple):
-    """The calls of a cell; of the compact one each token is RANKS tokens of the others."""
+    """A cell's calls; each of the compact call's tokens stands for RANKS tokens of the other calls."""
 
     hint: Callable[[], torch.Tensor]
     none: Callable[[], torch.Tensor]
@@ -75,7 +75,7 @@ def weights_of(kind: Kind, device: str = "cuda") -> dict[str, Any]:
     for name, (_, N, K) in sizes.items():
         if kind.format is None:
             operands[name] = method.weights(E, N, K, torch.bfloat16, device)
-        elif kind.format is DType.FP8_BLOCK:  # whose checkpoints have x quantised
+        elif kind.format is DType.FP8_BLOCK:  # checkpoints in this format quantise x
             w = quantised_weights(E, N, K, kind.format, device, prepared=False)
             operands[name] = ExpertWeights.fp8_block(w.codes, w.scale).prepare()
         else:
@@ -86,9 +86,9 @@ def weights_of(kind: Kind, device: str = "cuda") -> dict[str, Any]:
 
 
 def ids_of(kind: Kind, T: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids of T tokens [T, k], all but T * k / RANKS of them -1, and of the compact call's tokens [T / RANKS, k].
+    """The ids of T tokens [T, k], all but T * k / RANKS of them -1, and the compact call's ids [T / RANKS, k].
 
-    Slot s of token t of the latter is slot s of one of tokens RANKS * t to RANKS * t + RANKS - 1.
+    Slot s of the compact call's token t is slot s of one of the tokens RANKS * t to RANKS * t + RANKS - 1.
     """
     few, k = T // RANKS, kind.top_k
     g = torch.Generator().manual_seed(T * 31 + kind.E)
@@ -131,14 +131,14 @@ def calls_of(kind: Kind, weights: dict[str, Any], T: int, device: str = "cuda") 
 
 
 def difference(calls: Calls, which: Callable[[], torch.Tensor]) -> float:
-    """How far the sum over RANKS tokens of one of the calls is from the compact call's token, relative."""
+    """The relative difference of a call's sum over RANKS tokens from the compact call's token."""
     want = calls.compact().float()
     got = which().float().view(-1, RANKS, want.shape[1]).sum(1)
     return float((got - want).norm() / want.norm())
 
 
 def measure(kinds: Sequence[Kind], tokens: Sequence[int], seconds: float) -> list[dict[str, Any]]:
-    """A cell for each layer and number of tokens; none is begun after so many seconds."""
+    """Measure a cell for each layer and number of tokens; no cell begins after so many seconds."""
     clock, begun, cells = method.Clock(), time.monotonic(), []
     for kind in kinds:
         weights = weights_of(kind)
@@ -164,7 +164,7 @@ def measure(kinds: Sequence[Kind], tokens: Sequence[int], seconds: float) -> lis
 
 
 def table(cells: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: of each layer the times of the other calls over the compact call's, by tokens."""
+    """A Markdown table: for each layer the other calls' times over the compact call's, by tokens."""
     tokens = sorted({cell["tokens"] for cell in cells})
     lines = ["| layer | x compact | " + " | ".join(map(str, tokens)) + " |", "|---|---|" + "---|" * len(tokens)]
     for name in dict.fromkeys(cell["model"] for cell in cells):

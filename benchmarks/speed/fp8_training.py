@@ -5,10 +5,10 @@
 ``moe_mlp(..., precision="fp8")`` against the same call without a precision, eagerly, by events, in turns. In fp8,
 ``fp8`` quantises the weights in every forward and backward, ``fp8 kept`` once for all steps (in a block of
 ``reuse_fp8_weights``, as micro-batches do). ``forward`` is the forward alone, without a gradient. Memory is the most
-that a step takes beside the tensors that were there before it. ``host`` is the host's time to launch a step. First each
+that a step allocates. ``host`` is the host's time to launch a step. First each
 product of a small ragged problem is compared with float32 of the quantised operands, and each layer's result and
-gradients with those in bf16. The exit status is 1 if something is wrong. ``--profile`` prints where the time of a step
-in fp8 goes, by kernel. ``--products`` times the three products of both weights apart, ours in bf16 and in fp8 and, with
+gradients with those in bf16. The exit status is 1 if something is wrong. ``--profile`` prints the time of a step
+in fp8 by kernel. ``--products`` times the three products of both weights apart, ours in bf16 and in fp8 and, with
 ``--vllm``, DeepGEMM's of rows that were padded and quantised beforehand.
 """
 
@@ -33,7 +33,7 @@ from pretuned.runtime import grouped_gemm, moe_mlp, reuse_fp8_weights
 from pretuned.runtime.ops.fp8_products import Picked, grad_weight, multiplies_codes
 from pretuned.runtime.weights.codes import quantise_rows
 
-# name, E, H, I, k: of ep=8 the rows that a rank gets, one for each token
+# name, E, H, I, k; with ep=8 a rank gets about one row for each token
 LAYERS = (
     ("qwen3-30b", 128, 2048, 768, 8),
     ("deepseek-v3-ep8", 32, 7168, 2048, 1),
@@ -41,8 +41,8 @@ LAYERS = (
 )
 TOKENS = (8192, 32768)
 DEVICE = "cuda"
-OF_ROWS = PRECISIONS["fp8_block"].x.scale  # of x and dy: one for each row and 128 columns
-MAX_PRODUCT, MAX_LAYER = 2e-3, 8e-2  # relative errors: of a product of quantised operands, of a layer beside bf16
+OF_ROWS = PRECISIONS["fp8_block"].x.scale  # the scale of x and dy: one for each row and 128 columns
+MAX_PRODUCT, MAX_LAYER = 2e-3, 8e-2  # relative errors: of a product of quantised operands, of a layer against bf16
 RAGGED = (129, 0, 1, 127, 128, 256, 300, 3)
 Step = Callable[[], list[torch.Tensor]]
 
@@ -53,7 +53,7 @@ def apart(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def quantised(w: torch.Tensor) -> torch.Tensor:
-    """w [E, N, K] with a scale for each 128 x 128, float32: as ``quantise_weights`` does."""
+    """w [E, N, K] rounded to e4m3 with a scale for each 128 x 128, float32, like ``quantise_weights``."""
     E, N, K = w.shape
     blocks = w.detach().float().view(E, N // 128, 128, K // 128, 128)
     most = blocks.abs().amax((2, 4), keepdim=True)
@@ -63,7 +63,7 @@ def quantised(w: torch.Tensor) -> torch.Tensor:
 
 
 def by_columns(t: torch.Tensor, columns: int) -> torch.Tensor:
-    """The rows t [M, C] of one expert with a scale for each 128 rows and so many columns, float32."""
+    """One expert's rows t [M, C] rounded to e4m3 with a scale for each 128 rows and so many columns, float32."""
     padded = torch.nn.functional.pad(t.detach().float(), (0, 0, 0, -len(t) % 128))
     groups = padded.view(-1, 128, t.shape[1] // columns, columns)
     most = groups.abs().amax((1, 3), keepdim=True)
@@ -73,7 +73,7 @@ def by_columns(t: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def check_products(seed: int, N: int = 4096, K: int = 4096) -> dict[str, float]:
-    """Errors of y, dx and dw of ragged rows, against float32 of quantised operands; of dw also of those in bf16."""
+    """Errors of y, dx and dw of ragged rows, against float32 of quantised operands; dw also against bf16 operands."""
     E, M = len(RAGGED), sum(RAGGED)
     g = torch.Generator(DEVICE).manual_seed(seed)
     x = torch.randn(M, K, generator=g, device=DEVICE).bfloat16().requires_grad_()
@@ -105,7 +105,7 @@ def check_products(seed: int, N: int = 4096, K: int = 4096) -> dict[str, float]:
 
 
 def tensors_of(E: int, H: int, width: int, k: int, T: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """hidden, the weights and the routing weights, as leaves; the ids; the gradient of the result."""
+    """Leaves: hidden, the weights and the routing weights; then the ids, and the gradient of the result."""
     g = torch.Generator().manual_seed(T * 31 + E)
     logits = torch.randn(T, E, generator=g) - 0.3 * torch.log(torch.randperm(E, generator=g) + 1.0)
     weights, ids = logits.softmax(-1).topk(k, -1)
@@ -131,7 +131,7 @@ def step_of(leaves: list[torch.Tensor], ids: torch.Tensor, dout: torch.Tensor, *
 
 
 def most_mb(step: Step) -> float:
-    """The most memory that a step takes, with its results."""
+    """The most memory that a step takes, including its results."""
     step()
     gc.collect()
     torch.cuda.synchronize()
@@ -143,7 +143,7 @@ def most_mb(step: Step) -> float:
 
 
 def host_us(step: Step, steps: int = 8, rounds: int = 5) -> float:
-    """The host's time to launch a step, in microseconds: the least of some rounds, in which the GPU lags behind."""
+    """The host's time to launch a step, in microseconds: the least of some rounds, while the GPU is busy."""
     times, synchronize = [], torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
     for _ in range(rounds):
         synchronize()
@@ -185,7 +185,7 @@ def measure_layer(name: str, E: int, H: int, width: int, k: int, T: int, rounds:
 
 
 def gaps(events: list[Any]) -> list[tuple[float, str]]:
-    """Microseconds in which no kernel ran between two, and the two kernels; the longest first."""
+    """The idle microseconds between two kernels, and the two kernels' names; the longest first."""
     spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
     idle, until, last = [], None, ""
     for begin, end, name in spans:
@@ -197,7 +197,7 @@ def gaps(events: list[Any]) -> list[tuple[float, str]]:
 
 
 def profile(name: str, E: int, H: int, width: int, k: int, T: int) -> list[tuple[str, float, int]]:
-    """Microseconds and launches of each kernel of a step: in bf16, in fp8, in fp8 with weights that are kept."""
+    """Print the microseconds and launches of each kernel of a step: in bf16, in fp8, and in fp8 with kept weights."""
     leaves, ids, dout = tensors_of(E, H, width, k, T)
     lines = []
     plain, fp8 = step_of(leaves, ids, dout), step_of(leaves, ids, dout, precision="fp8")
@@ -221,7 +221,7 @@ def profile(name: str, E: int, H: int, width: int, k: int, T: int) -> list[tuple
 
 
 def measure_products(name: str, E: int, H: int, width: int, k: int, T: int, theirs: Any) -> dict[str, Any]:
-    """Each weight's three products apart: forward, dX and dW, in microseconds."""
+    """Time each weight's three products by themselves: forward, dX and dW, in microseconds."""
     from pretuned.artifacts.records import Layout
     from pretuned.runtime import grouped_gemm_dW, grouped_gemm_dX
     from pretuned.runtime.ops import fp8_codes
@@ -256,7 +256,7 @@ def measure_products(name: str, E: int, H: int, width: int, k: int, T: int, thei
             for each in names:
                 try:
                     calls[each]()
-                except Exception as error:  # a call of the host, or of a library that lacks it
+                except Exception as error:  # a library without this call, or a failing kernel
                     row[f"{what}_{each}_failed"] = f"{type(error).__name__}: {str(error)[:200]}"
                     del calls[each]
             timed = eager_us(list(calls.values()), 9)
@@ -266,7 +266,7 @@ def measure_products(name: str, E: int, H: int, width: int, k: int, T: int, thei
 
 
 def deepgemm_products(place: Path) -> Callable[..., dict[str, Callable[[], object]]]:
-    """DeepGEMM's three products of a weight, of operands that were padded to 128 rows an expert and quantised."""
+    """DeepGEMM's three products of a weight, on operands padded to 128 rows an expert and quantised beforehand."""
     sys.path.insert(0, str(place / "vllm" / "third_party"))
     import deep_gemm  # type: ignore[import-not-found]
 
@@ -341,7 +341,7 @@ def main() -> None:
     theirs = deepgemm_products(args.vllm) if args.vllm else None
 
     def save() -> None:
-        """Write the report as far as it is."""
+        """Write the report of the cells measured so far."""
         report = {
             **provenance.about(),
             "gpu": torch.cuda.get_device_name(),

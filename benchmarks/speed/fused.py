@@ -3,7 +3,7 @@
     python benchmarks/run.py fused --out benchmarks/results/fused-h200.json
 
 Each first GEMM of a layer with its rows gathered by token, each second one with its rows scattered back and weighted:
-beside the plain product of sorted rows, and beside that product and torch's own gather, or multiplication and scatter.
+against the plain product of sorted rows, and against this product with torch's own gather, or multiply and scatter.
 Forward, bf16, from the bundle, through ``grouped_gemm``, all in CUDA graphs that take turns, L2 flushed.
 """
 
@@ -31,10 +31,10 @@ MAX_DIFFERENCE = 1e-2  # relative: both are rounded to bf16, torch's twice
 def calls(
     gemm: str, w: torch.Tensor, T: int, top_k: int, m_sizes: torch.Tensor
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
-    """The fused call, the same in two steps, and the plain product."""
+    """The fused call, the equal computation in two steps, and the plain product."""
     M, K = T * top_k, w.shape[2]
     index = torch.randperm(M, generator=torch.Generator().manual_seed(3)).to(torch.int32).cuda()
-    for end, count in zip(m_sizes.cumsum(0).tolist(), m_sizes.tolist(), strict=True):  # by token, as a sort leaves them
+    for end, count in zip(m_sizes.cumsum(0).tolist(), m_sizes.tolist(), strict=True):  # by token, like a stable sort
         index[end - count : end] = index[end - count : end].sort().values
     tokens, weights = method.activations(T, K, w.dtype), torch.rand(T, top_k, device="cuda") + 0.5
     x = tokens[index // top_k]

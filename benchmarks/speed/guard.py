@@ -1,14 +1,14 @@
-"""Is anything slower than it was? A fixed sample of 60 cells of all ops and forms, in a minute; exits with 1 if so.
+"""Test if anything became slower: a fixed sample of 60 cells of all ops and forms, in a minute; exits with 1 if so.
 
     python benchmarks/run.py guard --record h200.json     # at the commit to compare with
     python benchmarks/run.py guard --against h200.json    # after a change of kernels, the tuner or the ranking
 
-Each cell is what the runtime decides on here, judged and timed as the tuner does (aot/measure/bench.py), in turns with
-torch's grouped_mm where torch has a call for it. Needs no Triton: nothing is compiled.
+Each cell runs the kernel that the runtime selects, tested and timed as in the tuner (aot/measure/bench.py), in turns
+with torch's grouped_mm if torch supports the cell. Needs no Triton: nothing is compiled.
 
-A cell's ratio is its time over the one recorded, scaled by what torch's product took now over then: in the cell itself,
-or in the median of those cells where torch was timed. It fails where the geometric mean of all ratios is over 1.02, one
-of them over 1.08, a result is wrong, or a cell runs on no bundle's code any more.
+A cell's ratio is its time over the recorded time, divided by the drift of torch's product: in the cell itself, or the
+median over the cells where torch was timed. The benchmark fails if the geometric mean of all ratios is over 1.02, a
+ratio is over 1.08, a result is wrong, or no bundle has a kernel for a cell any more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pretuned.artifacts.records import DType, Layout, Problem, bucket_of
 from pretuned.kernels.entry import has_aligned_rows
 
 CELLS = 60
-LOOKS = 5  # at each cell, a whole sample apart: by one alone a cell that the power limit holds was 1.085 x its own time
+LOOKS = 5  # passes over the sample: one alone gave 1.085x for an unchanged cell at the power limit
 MEAN = 1.02
 WORST = 1.08
 SM = 90  # the capability whose forms are in the sample
@@ -56,7 +56,7 @@ Cell = tuple[Problem, int]
 
 
 class Row(NamedTuple):
-    """A cell, now and as it was recorded: times in us, ``ratio`` scaled by torch's ``drift``."""
+    """A cell's times in us, now and recorded; ``ratio`` is now over recorded, scaled by torch's ``drift``."""
 
     cell: str
     us: float
@@ -101,7 +101,7 @@ def _digest(cell: Cell) -> bytes:
 
 
 def middle(looks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Of each cell the look with the median time, torch's median beside it; or the first that ``failed``."""
+    """Each cell's measurement with the median time, and torch's median; or its first failure."""
     results = {}
     for cell in looks[0]:
         failed = [look[cell] for look in looks if "failed" in look[cell]]
@@ -115,7 +115,7 @@ def middle(looks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[s
 
 
 def compare(now: Mapping[str, Mapping[str, Any]], recorded: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """A row for each cell that both have and that was timed, the worst first."""
+    """A row for each cell that was timed in both reports, the worst first."""
     both = {cell: (result, recorded[cell]) for cell, result in now.items() if cell in recorded and "us" in result}
     drifts = {
         cell: result["torch_us"] / was["torch_us"]
@@ -150,7 +150,7 @@ def mean_of(rows: Iterable[Row]) -> float:
 def complaints(
     rows: Sequence[Row], now: Mapping[str, Mapping[str, Any]], recorded: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Why it fails, if it does."""
+    """The reasons to fail, if any."""
     faults = [f"{cell}: {result['failed']}" for cell, result in now.items() if "failed" in result]
     if now.keys() != recorded.keys():
         lacking = len(now.keys() ^ recorded.keys())
@@ -163,7 +163,7 @@ def complaints(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows for people, then the mean."""
+    """The rows as text, then the mean."""
     wide = max((len(row.cell) for row in rows), default=4)
     lines = [f"{'cell':{wide}} {'us':>10} {'recorded':>10} {'drift':>6} {'ratio':>6} {'x torch':>8}"]
     for row in rows:
@@ -177,7 +177,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def measured(cells: Iterable[Cell], device: int = 0) -> dict[str, dict[str, Any]]:
-    """Each cell as the runtime runs it: us, torch_us where torch has a call, the config; or why it ``failed``."""
+    """Time each cell with the selected kernel: us, torch_us if torch supports it, config; or why it ``failed``."""
     from pretuned.aot.measure.bench import Bench
     from pretuned.aot.measure.job import MeasureJob, Setup
     from pretuned.runtime.dispatch.decide import Decision, settle
@@ -193,7 +193,7 @@ def measured(cells: Iterable[Cell], device: int = 0) -> dict[str, dict[str, Any]
             continue
         bundle, index = ran.chosen.usable.bundle, ran.chosen.index
         if bundle.path not in benches:
-            benches.clear()  # one at a time: it holds the weights
+            benches.clear()  # keep one at a time, as it holds the weights
             benches[bundle.path] = Bench(Setup(bundle.path, bundle.digest, device))
         product = problem.canonical  # as the tuner measures it
         job = MeasureJob(product, bucket, (index,), torch_can(product), again=True)

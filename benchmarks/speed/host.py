@@ -34,7 +34,7 @@ from pretuned.runtime import grouped_gemm, moe_mlp, reload, sort_routing
 from pretuned.runtime.dispatch import snapshot as dispatch_snapshot
 from pretuned.runtime.driver import cuda, device
 
-E, N, K, M, TOPK = 8, 256, 256, 16, 2  # so little that the GPU keeps up
+E, N, K, M, TOPK = 8, 256, 256, 16, 2  # so small that the GPU keeps up
 BATCHES, CALLS = 40, 200
 
 
@@ -65,7 +65,7 @@ def launch_arguments(
 
 @contextmanager
 def launches_noted() -> Iterator[list[tuple[Any, ...]]]:
-    """The arguments of each launch of ours so far: all that is made under it is made anew."""
+    """Yield a list that gets the arguments of each kernel launch; the runtime reloads before and after."""
     seen: list[tuple[Any, ...]] = []
     launch, original = cuda.launch_kernel(), cuda.launch_kernel
 
@@ -83,7 +83,7 @@ def launches_noted() -> Iterator[list[tuple[Any, ...]]]:
 
 
 def parts(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> dict[str, dict[str, float]]:
-    """The launch, the allocation, the device's look-up, and ctypes itself."""
+    """Times of the launch, the allocation, the device's look-up, and ctypes itself."""
     out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
     (arguments, kept), launch = launch_arguments(x, w, m_sizes, out), cuda.launch_kernel()
     nothing: Any = ctypes.CDLL(None)["abs"]
@@ -102,7 +102,7 @@ def parts(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> dict[str, 
 
 
 def whole_calls(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> Timed:
-    """grouped_gemm in every form, and torch's own beside it."""
+    """Host times of grouped_gemm in every form, and of torch's own call."""
     out, dy = torch.empty(M, N, device="cuda", dtype=torch.bfloat16), torch.randn(M, N, device="cuda").bfloat16()
     moving = [torch.randn_like(x) for _ in range(300)]
     turn = iter(range(10**9))
@@ -145,7 +145,7 @@ def whole_calls(x: torch.Tensor, w: torch.Tensor, m_sizes: torch.Tensor) -> Time
 
 
 def layers(w: torch.Tensor) -> Timed:
-    """A whole layer, its routing weights in float32 and in bf16, and what sorts its slots."""
+    """Host times of a whole layer, with routing weights in float32 and in bf16, and of sorting its slots."""
     T, H = M // TOPK, w.shape[2]
     hidden, down = torch.randn(T, H, device="cuda").bfloat16(), torch.randn(E, H, N // 2, device="cuda").bfloat16()
     ids, weights = torch.randint(0, E, (T, TOPK), device="cuda"), torch.rand(T, TOPK, device="cuda")
@@ -202,7 +202,7 @@ def asked(what: str) -> None:
         x, w, m_sizes = inputs()
         about = environment() | {"runtime": pretuned.runtime.__file__}
         short = {name: (call, calls // 4) for name, (call, calls) in (whole_calls(x, w, m_sizes) | layers(w)).items()}
-        host_turns.serve(short, torch.cuda.synchronize, about, to)  # a millisecond or two: more of them are adjacent
+        host_turns.serve(short, torch.cuda.synchronize, about, to)  # 1 to 2 ms a batch, so more are adjacent
         return
     with launches_noted() if hasattr(cuda, "launch_kernel") else nullcontext() as seen:
         x, w, m_sizes = inputs()

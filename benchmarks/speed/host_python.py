@@ -3,9 +3,9 @@
     python benchmarks/run.py host_python
     python benchmarks/run.py host_trees --without-gpu --old ../old  # to compare two checkouts: see its --help
 
-The GPU is the emulated one of the tests (tests/support/emulated_driver.py of the tree that is measured), less its
-arithmetic: what is left is the look at the tensors, the memory, autograd, and the way to the driver's launch function.
-Microseconds, the least and the median of batches; on a machine with other work the least is the one to look at.
+The GPU is the tests' emulated GPU (tests/support/emulated_driver.py of the measured tree), without its arithmetic. The
+times cover the checks of tensors, the memory, autograd, and the path to the driver's launch function. They are in
+microseconds, the least and the median of batches; on a machine with other work use the least.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TURN = {"layer": 10, "layer_autograd": 10, "autograd_and_backward": 10, "layer_a
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """By the names that benchmarks/speed/host.py has for them, and two of torch's own, which no tree changes."""
+    """The calls, by their names in benchmarks/speed/host.py, and two torch calls, which are equal in both trees."""
     from pretuned.runtime import grouped_gemm, moe_mlp
 
     E, N, K, M, T, top_k, half = 8, 256, 128, 64, 16, 2, torch.bfloat16
@@ -80,7 +80,7 @@ def calls() -> dict[str, Callable[[], object]]:
 
 
 def host_us(timed: dict[str, Callable[[], object]]) -> dict[str, dict[str, float]]:
-    """Of each, in batches that take turns: what else the machine does for a while then slows them all."""
+    """Times of each call, in batches that take turns, so that other load on the machine slows all calls alike."""
     batches: dict[str, list[float]] = {name: [] for name in timed}
     for call in timed.values():
         for _ in range(100):
@@ -102,15 +102,15 @@ def host_us(timed: dict[str, Callable[[], object]]) -> dict[str, dict[str, float
 
 @contextmanager
 def made_up_gpu(support: Path, noted: list[object] | None = None) -> Iterator[None]:
-    """The tests' emulated GPU of a tree, whose launches come to nothing, with kernels of bf16; and one thread.
+    """Emulate a GPU with the tests' driver, whose launches do nothing, with bf16 kernels and one thread.
 
-    ``noted`` gets one of each launch: that takes time, too.
+    ``noted`` gets an entry for each launch, which takes time, too.
     """
     sys.path.append(str(support))
     torch.set_num_threads(1)
     torch.manual_seed(0)  # the same tensors in both trees
     guards = torch._C._dynamo.guards
-    guards._empty_strided_cuda = lambda *how: torch.empty_strided(how[0], how[1], dtype=how[2])  # as tests/conftest.py
+    guards._empty_strided_cuda = lambda *how: torch.empty_strided(how[0], how[1], dtype=how[2])  # see tests/conftest.py
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         settings = {"PRETUNED_BUNDLES": folder, "XDG_CACHE_HOME": folder, "PRETUNED_DISABLE_SELF_TEST": "1"}
         for name, value in settings.items():

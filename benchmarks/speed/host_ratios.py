@@ -11,15 +11,15 @@ DRAWS = 1000
 
 
 class Row(NamedTuple):
-    """Of a call, or the geometric mean of some: old's and new's median us, and ratios of new to old."""
+    """A call's median us, old and new, and ratios of new to old; or the geometric means over several calls."""
 
     old: float
     new: float
-    ratio: float  # the median of all adjacent batches'
-    drawn: list[float]  # that of each draw of pairs of processes
-    pairs: list[float]  # that of each pair of processes
-    medians: float  # of the medians of all batches
-    least: float  # of the least batches
+    ratio: float  # the median over all adjacent batches
+    drawn: list[float]  # the median for each bootstrap draw of pairs of processes
+    pairs: list[float]  # the median for each pair of processes
+    medians: float  # the ratio of the medians of all batches
+    least: float  # the ratio of the fastest batches
 
     def interval(self) -> tuple[float, float]:
         """Return the middle 90 % of draws; NaN for a single pair of processes."""
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 def rows(pairs: list[Pair]) -> dict[str, Row]:
-    """Of each call. The same draws of pairs for all: a bootstrap."""
+    """A row for each call. All calls share the bootstrap's draws of pairs."""
     chance = random.Random(0)
     draws = [[chance.randrange(len(pairs)) for _ in pairs] for _ in range(DRAWS if len(pairs) > 1 else 1)]
     rows = {}
@@ -65,7 +65,7 @@ def rows(pairs: list[Pair]) -> dict[str, Row]:
 
 
 def mean(rows: list[Row]) -> Row:
-    """The geometric mean of each figure."""
+    """The geometric means of the rows' figures."""
     each = statistics.geometric_mean
     drawn, pairs = (
         [each(column) for column in zip(*lists, strict=True)]
@@ -92,7 +92,7 @@ def ours(calls: dict[str, Row]) -> dict[str, Row]:
 
 
 def show(pairs: list[Pair], most: float) -> list[str]:
-    """Print the table; which of ours are above ``most``."""
+    """Print the table; return the names of our calls above ``most``."""
     calls = rows(pairs)
     print(f"{'call':42} {'old':>8} {'new':>8} us  ratio   90 % of draws    of pairs         medians   least")
     for name, row in calls.items():

@@ -5,17 +5,17 @@
     python benchmarks/run.py host_trees --table host-trees.json
 
 A process of each checkout is up, on the same cores. They run a batch of a call each in turn: old, new, new, old, and so
-on; one waits while the other runs. What else the machine does for a while is so in both of two adjacent batches. After
+on; one waits while the other runs. Other load on the machine slows two adjacent batches alike. After
 ``--batches`` of every call both end, and another pair starts, with another memory layout and hash seed, until
 ``--pairs`` are done or ``--seconds`` would not do for one more. Each process is ``benchmarks/run.py host --serve`` of
 this checkout on the runtime of one of the two.
 
-``ratio`` is the median of new to old over all adjacent batches; beside it where that lies in 90 % of draws of pairs of
-processes (a bootstrap), the least and the greatest of the pairs' own, and the ratios of the medians and of the least
-batches. torch's calls are the same code in both: their ratios are the noise. The last lines are geometric means of ours
-and of torch's. First it tells what one call launches in each tree, and torch's operators in it. It ends with 1 where a
-ratio of ours is above ``--most``. ``--without-gpu`` compares what Python takes of the calls, by the made-up GPU of each
-checkout's own tests (host_python.py).
+``ratio`` is the median of new to old over all adjacent batches. The table also has the middle 90 % of bootstrap draws
+of pairs of processes, the least and the greatest ratio of a pair, and the ratios of the medians and of the fastest
+batches. torch's calls are equal in both trees: their ratios are the noise. The last lines are geometric means of our
+calls and of torch's. Before that the benchmark prints what one call launches in each tree, and torch's operators in it.
+It ends with 1 if a ratio of ours is above ``--most``. ``--without-gpu`` compares the Python part of the calls, with the
+emulated GPU of each checkout's own tests (host_python.py).
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ PAIRS = 8
 
 
 def linked(checkout: Path, folder: Path) -> Path:
-    """A folder to put on the path, in which ``pretuned`` is this checkout."""
+    """Make a folder for the path in which ``pretuned`` is this checkout."""
     for layer in ("artifacts", "kernels", "runtime", "aot", "runtime/integrations"):
         link = folder / "pretuned" / Path(layer).name
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(checkout.resolve() / layer)
-    (folder / "pretuned" / "__init__.py").touch()  # else an installed pretuned would be taken first
+    (folder / "pretuned" / "__init__.py").touch()  # else Python would prefer an installed pretuned
     return folder
 
 
 class Trees:
-    """The two checkouts, and how a process of each is started."""
+    """The two checkouts, and how to start a measured process of each."""
 
     def __init__(self, old: Path, folder: Path, pinned: list[int], without_gpu: bool) -> None:
         self.checkouts = {"old": old.resolve(), "new": ROOT}
@@ -91,7 +91,7 @@ def times(turns: list[Turn]) -> host_ratios.Pair:
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """Pairs until they are enough, or the seconds would not do for one more; written after each."""
+    """Run pairs of processes until there are enough or the time is up; the report is written after each pair."""
     began, longest = time.monotonic(), 0.0
     pinned = host_turns.cores(args.cores)
     report: dict[str, Any] = {
@@ -132,7 +132,7 @@ def written(report: dict[str, Any], out: Path | None) -> None:
 
 
 def read(path: Path) -> list[host_ratios.Pair]:
-    """The pairs of an earlier file, packed or not; one of whole processes in turn had one time of each call."""
+    """The pairs of an earlier file, compressed or not; old files have one time for each call and process."""
     with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as file:
         report = json.load(file)
     if "pairs" in report:

@@ -22,19 +22,19 @@ from typing import Any, NamedTuple, TextIO
 
 Timed = dict[str, tuple[Callable[[], object], int]]  # a call by its name, and how many are a batch
 TREES = ("old", "new")
-ASKED = ("batches", "work")  # what a measured process may be started for
-WARM = 20  # of each call, before any is timed: then all are replayed
+ASKED = ("batches", "work")  # the modes of a measured process
+WARM = 20  # untimed runs of each call: afterwards the timed ones are replayed
 VISIT = 9  # batches of a call before the next call's turn; odd, so that the trees begin equally often
-START_S, BATCH_S = 600, 120  # how long a process may take to start, and for a batch
-TAIL_LINES = 20  # of what a process that ended had told
+START_S, BATCH_S = 600, 120  # seconds that a process may take to start, and for a batch
+TAIL_LINES = 20  # lines of stderr reported for a process that ended
 
 
 class Ended(RuntimeError):
-    """A measured process ended, or did not answer."""
+    """Raised if a measured process ended or did not answer."""
 
 
 class Batch(NamedTuple):
-    """Microseconds of a call, and by the clock of the machine when the batch began and ended, in seconds."""
+    """Microseconds of a call, and the machine's clock when the batch began and ended, in seconds."""
 
     us: float
     began: float
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A batch, of which tree and which call."""
+    """A batch with its tree and call."""
 
     tree: str
     call: str
@@ -50,7 +50,7 @@ class Turn(NamedTuple):
 
 
 def answers() -> TextIO:
-    """The stdout of this process, for answers alone: what else is printed goes to stderr."""
+    """Keep this process's stdout for answers: other prints go to stderr."""
     own = os.fdopen(os.dup(1), "w")
     sys.stdout.flush()
     os.dup2(2, 1)
@@ -63,7 +63,7 @@ def tell(to: TextIO, answer: object) -> None:
 
 
 def batch_of(call: Callable[[], object], calls: int, settle: Callable[[], object]) -> Batch:
-    """One batch, and untimed a quarter before, as the other process had the caches. ``settle`` waits for the GPU."""
+    """Run an untimed quarter batch to warm the caches, then a timed batch. ``settle`` waits for the GPU."""
     gc.collect()
     for _ in range(calls // 4 + 1):
         call()
@@ -77,7 +77,7 @@ def batch_of(call: Callable[[], object], calls: int, settle: Callable[[], object
 
 
 def serve(timed: Timed, settle: Callable[[], object], about: dict[str, Any], to: TextIO) -> None:
-    """Tell ``about`` and the calls' names, then a batch of each call that a line of stdin names, until stdin ends."""
+    """Write ``about`` and the calls' names, then a batch of each call that a line of stdin names, until stdin ends."""
     for call, _ in timed.values():
         for _ in range(WARM):
             call()
@@ -85,19 +85,19 @@ def serve(timed: Timed, settle: Callable[[], object], about: dict[str, Any], to:
     gc.collect()
     gc.freeze()  # so that collecting between batches takes no time
     gc.disable()
-    with contextlib.suppress(BrokenPipeError):  # who asked is no more
+    with contextlib.suppress(BrokenPipeError):  # the parent has ended
         tell(to, {"calls": list(timed), "about": about})
         for line in sys.stdin:
             tell(to, batch_of(*timed[line.strip()], settle))
 
 
 def cores(count: int) -> list[int]:
-    """The last ``count`` cores of those that this process may use, or all where there are fewer; none of 0."""
+    """The last ``count`` cores that this process may use, or all if there are fewer; an empty list for 0."""
     return sorted(os.sched_getaffinity(0))[-count:] if count else []
 
 
 class Process:
-    """A measured process of a tree: ``command``, with ``path`` first where Python looks, on ``pinned`` cores alone."""
+    """A measured process of a tree: ``command``, with ``path`` first on Python's path, on ``pinned`` cores only."""
 
     def __init__(self, tree: str, command: list[str], path: Path, seed: int, pinned: list[int]) -> None:
         self.tree = tree
@@ -118,12 +118,9 @@ class Process:
         return Ended("\n  ".join([f"the process of the {self.tree} tree {what}. Its stderr ends with", *tail]))
 
     def answer(self, seconds: float = BATCH_S) -> Any:
-        """Its next line, within so many seconds.
+        """The process's next line, within so many seconds.
 
-        Raises
-        ------
-        Ended
-            where it ends or takes longer, with the end of what it wrote to stderr.
+        Raises Ended if the process ends or takes longer, with the end of its stderr.
         """
         stdout = self._process.stdout
         assert stdout is not None
@@ -131,13 +128,13 @@ class Process:
         if not ready:
             self._process.kill()
             raise self._ended(f"gave no answer in {seconds:g} s")
-        line = stdout.readline()  # (it is asked once at a time, so that no second line waits in the buffer)
+        line = stdout.readline()  # one request at a time, so no second line is in the buffer
         if not line.endswith(b"\n"):
             raise self._ended(f"ended with {self._process.wait()}")
         return json.loads(line)
 
     def batch(self, call: str) -> Batch:
-        """One batch of a call, which it runs now."""
+        """Ask the process for one batch of a call."""
         stdin = self._process.stdin
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the missing answer reports why the process died
@@ -146,7 +143,7 @@ class Process:
         return Batch(*self.answer())
 
     def end(self) -> None:
-        """Close its stdin, at which it ends; one that is in the middle of something is killed."""
+        """Close the process's stdin, which makes it end; kill it if it is busy."""
         with contextlib.suppress(BrokenPipeError):
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -162,7 +159,7 @@ class Process:
 
 @contextlib.contextmanager
 def running(make: Callable[[str], Process], trees: tuple[str, ...] = TREES) -> Iterator[dict[str, Process]]:
-    """A process of each tree, started at the same time; all end with the block."""
+    """Start a process of each tree at the same time; all end with the block."""
     started: dict[str, Process] = {}
     try:
         for tree in trees:
@@ -174,9 +171,9 @@ def running(make: Callable[[str], Process], trees: tuple[str, ...] = TREES) -> I
 
 
 def pair(two: dict[str, Process], calls: list[str], batches: int) -> list[Turn]:
-    """So many batches of each call by each of the two, one at a time: old, new, new, old, old, new, ...
+    """Run so many batches of each call in both processes, one at a time: old, new, new, old, old, new, ...
 
-    A call has ``VISIT`` of them, then the next: so each has some in all of the time that a pair takes.
+    A call has ``VISIT`` batches, then the next call follows: each call is spread over the whole time of a pair.
     """
     return [
         Turn(tree, call, two[tree].batch(call))

@@ -1,4 +1,4 @@
-"""The launches and torch operators of a replayed call, to tell more work from slower work."""
+"""Count a replayed call's launches and torch operators, to distinguish more work from slower work."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from benchmarks.speed.host_turns import WARM, Timed
 
 Work = dict[str, dict[str, Any]]
 KINDS = ("operators", "kernels")
-_WIDE = 100  # of a kernel's name
+_WIDE = 100  # longest kernel name, in characters
 
 
 def work(timed: Timed, launched: Sized | None, settle: Callable[[], object]) -> Work:
-    """Of each call: our launches (``launched`` has one of each so far; None: not known), operators and kernels.
+    """Count each call's launches (by the growth of ``launched``; None: not known), operators and kernels.
 
-    Each is a replayed one, as before the batches that are timed. Operators and kernels are by name, how often; kernels
-    are those of ours and of torch, and copies, where torch's profiler sees the GPU.
+    The calls are replayed ones, like those in timed batches. Operators and kernels are counted by name; kernels are
+    ours, torch's, and copies, if torch's profiler sees the GPU.
     """
     works: Work = {}
     for name, (call, _) in timed.items():
@@ -31,8 +31,8 @@ def work(timed: Timed, launched: Sized | None, settle: Callable[[], object]) -> 
 
 
 def profiled(call: Callable[[], object], settle: Callable[[], object]) -> dict[str, dict[str, int]]:
-    """Operators and kernels of a call."""
-    import torch  # here, as host_trees, which prints them, needs none
+    """Count the operators and kernels of a call."""
+    import torch  # here, because host_trees, which prints the results, does not need torch
     from torch.autograd.profiler import profile  # torch.profiler imports Inductor
 
     with profile(use_device="cuda" if torch.cuda.is_available() else None, use_kineto=True) as seen:
@@ -48,7 +48,7 @@ def profiled(call: Callable[[], object], settle: Callable[[], object]) -> dict[s
 
 
 def show(works: dict[str, Work]) -> None:
-    """Print how many of each the two trees have, and by name where they differ."""
+    """Print the two trees' numbers, and the names whose counts differ."""
     old, new = works["old"], works["new"]
     print(f"{'one replayed call':42} {'launches':>12} {'operators':>12} {'kernels':>12}  old, new")
     for name in new:

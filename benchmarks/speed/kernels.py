@@ -35,12 +35,12 @@ from pretuned.runtime import explain
 
 PEERS = Path(__file__).parents[1] / "peers" / "h200.jsonl"
 LOOP = "matmul_loop"  # no library: it needs the rows on the host, and is timed here in the same run
-# What is bound by memory first: arithmetic heats the chip, and its clock falls.
+# Cells bound by memory come first: arithmetic heats the chip, and its clock falls.
 COLUMNS = (
     (("forward", (1, 16, 128)),),
     (("forward", (1024, 8192)), ("dX", (1024, 8192)), ("dW", (1024, 8192))),
 )
-LAUNCH_US = 4.06  # an empty graph
+LAUNCH_US = 4.06  # replay of an empty graph
 INK = "#7d8590"  # read on white and on black
 
 
@@ -52,7 +52,7 @@ def problem(op: str, E: int, N: int, K: int, w_layout: str) -> Problem:
 
 
 def dense(op: str, inputs: method.Inputs) -> Callable[[], torch.Tensor]:
-    """One torch matmul of as many FLOPs: every row by one expert's weights, or all rows into one of dw."""
+    """One torch matmul of as many FLOPs: all rows by one expert's weights, or all rows into one expert's dw."""
     if op == "forward":
         return lambda: inputs.x @ inputs.w[0].T
     assert inputs.dy is not None
@@ -86,7 +86,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def layers_of(text: str) -> list[tuple[str, list[tuple[str, int, int]], int, int]]:
-    """(name, [(gemm, N, K)], E, top_k) of names in MODELS, or of a models.txt or spec."""
+    """Each model's (name, [(gemm, N, K)], E, top_k), for names in MODELS, a models.txt or a spec."""
     by_name = {m[0]: m for m in MODELS}
     if set(text.split(",")) <= set(by_name):
         return [
@@ -108,7 +108,7 @@ def layers_of(text: str) -> list[tuple[str, list[tuple[str, int, int]], int, int
 
 
 def in_turns(clock: method.Clock, *calls: Callable[[], Any], budget_ms: float = 400.0) -> list[float]:
-    """The medians of calls in microseconds: up to 50 rounds, at least 5, within the budget where that goes."""
+    """The calls' median times in microseconds: up to 50 rounds, at least 5, within the budget if possible."""
     graphs = [clock.capture(call) for call in calls]
     last_us = sum(times[-1] for times in clock.rounds_us(graphs, 2))
     rounds = clock.rounds_us(graphs, max(5, min(50, int(budget_ms * 1000 / max(last_us, 1.0)))))
@@ -116,9 +116,9 @@ def in_turns(clock: method.Clock, *calls: Callable[[], Any], budget_ms: float = 
 
 
 def room(models: str) -> torch.Tensor:
-    """Memory for the largest weights, for all to lie in: nothing large is freed while times are taken.
+    """Memory for the largest weights, reused for all weights, so that no large memory is freed during timing.
 
-    On an H200 what is bound by memory takes longer once a process has freed much: benchmarks/speed/freed.py.
+    On an H200 launches that are bound by memory take longer once a process has freed much: benchmarks/speed/freed.py.
     """
     most = max(E * N * K for _, gemms, E, _ in layers_of(models) for _, N, K in gemms)
     return torch.empty(most, dtype=torch.bfloat16, device="cuda")
@@ -175,7 +175,7 @@ def named(cell: dict[str, Any]) -> str:
 
 
 def each(cells: list[dict[str, Any]]) -> list[str]:
-    """A line a cell, after ``compare``; then those behind their best peer by over 3 %, the worst first."""
+    """A line for each cell, after ``compare``; then the cells behind their best peer by over 3 %, the worst first."""
 
     def line(cell: dict[str, Any]) -> str:
         us = cell["us"]
@@ -189,7 +189,7 @@ def each(cells: list[dict[str, Any]]) -> list[str]:
 
 
 def compare(cells: list[dict[str, Any]]) -> list[str]:
-    """Adds each cell's roof and best peer, scaled by grouped_mm's drift; returns the means' lines, by op and tokens."""
+    """Add each cell's roof and best peer, scaled by grouped_mm's drift; return lines with means by op and tokens."""
     peers = {}
     for line in PEERS.read_text().splitlines():
         row = json.loads(line)
@@ -204,7 +204,7 @@ def compare(cells: list[dict[str, Any]]) -> list[str]:
         peer_us.pop(LOOP, None)
         best = min(
             (peer for peer in peer_us if not peer.endswith("_gather")), key=peer_us.__getitem__
-        )  # rows sorted before
+        )  # peers with rows sorted beforehand
         cell |= {
             "best_peer": best,
             "best_peer_us": peer_us[best],
@@ -240,7 +240,7 @@ def compare(cells: list[dict[str, Any]]) -> list[str]:
 
 
 def against(cells: list[dict[str, Any]], ratio: str) -> str:
-    """The geometric mean of a ratio to another library, and how many of the cells are behind it by over 3 %."""
+    """The geometric mean of a ratio to another library, and the number of cells behind it by over 3 %."""
     ratios = [cell[ratio] for cell in cells]
     return f"{geometric_mean(ratios):.3f}, behind by over 3 %: {sum(ratio < 0.97 for ratio in ratios)} of {len(ratios)}"
 

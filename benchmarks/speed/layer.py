@@ -35,7 +35,7 @@ MAX_DIFFERENCE = 2e-2  # of two bf16 layers, relative
 def torch_layer(
     hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The layer in torch, as a careful user would write it."""
+    """The layer in torch, written as a careful user would."""
     T, top_k = ids.shape
     order = ids.reshape(-1).argsort(stable=True)
     counts = torch.zeros(gate_up.shape[0], dtype=torch.int32, device=hidden.device)
@@ -51,7 +51,7 @@ def torch_layer(
 
 
 def eager_us(calls: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Medians of calls that take turns, by events."""
+    """Median times of calls that take turns, by CUDA events."""
     times: list[list[float]] = [[] for _ in calls]
     for call in calls:
         call()

@@ -6,7 +6,7 @@
 
 The experts are frozen; hidden, the routing weights, A and B have gradients. Four ways to compute the same:
 
-- ``frozen``: ``moe_mlp`` without adapters, what all is held against;
+- ``frozen``: ``moe_mlp`` without adapters, the baseline of the others;
 - ``ours``: ``moe_mlp(..., lora=...)``;
 - ``torch``: by hand, ``torch._grouped_mm`` for W, A and B, as a careful user would write it;
 - ``whole``: W + s B A of every expert made in every step (``torch.baddbmm``, as PEFT does), then ``moe_mlp``.
@@ -48,7 +48,7 @@ FORMATS = ("fp8_block_a16", "fp8_channel_a16", "mxfp4", "nvfp4", "int4_g32", "in
 
 
 class Block(NamedTuple):
-    """The tensors of a block: gate_up [E, 2*I, H], down [E, H, I], the adapters of both; both as codes, too."""
+    """The tensors of a block: gate_up [E, 2*I, H], down [E, H, I], the adapters of both; both also quantised."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -76,7 +76,7 @@ def ours(block: Block, step: Step) -> torch.Tensor:
 
 
 def by_hand(block: Block, step: Step) -> torch.Tensor:
-    """The block in torch."""
+    """The block written in torch."""
     T, top_k = step.ids.shape
     order = step.ids.reshape(-1).argsort(stable=True)
     counts = torch.bincount(step.ids.reshape(-1), minlength=block.gate_up.shape[0])
@@ -130,7 +130,7 @@ def make_block(sizes: tuple[int, int, int], r: int, device: str, weights: str | 
     if weights is None:
         return Block(gate_up, down, first, second)
     both = tuple(ExpertWeights.quantize(w, weights).prepare() for w in (gate_up, down))
-    for quantised, w in zip(both, (gate_up, down), strict=True):  # the same numbers in bf16
+    for quantised, w in zip(both, (gate_up, down), strict=True):  # dequantise: equal numbers in bf16
         w.copy_(quantised.dequantize(w.dtype))
     return Block(gate_up, down, first, second, (both[0], both[1]))
 
@@ -145,7 +145,7 @@ def step_of(sizes: tuple[int, int, int], T: int, top_k: int, device: str) -> Ste
 
 
 def gradients(way: str, block: Block, step: Step) -> list[torch.Tensor]:
-    """out and the gradients of a way's leaves."""
+    """The result and the gradients of a way's leaves."""
     leaves = [step.hidden, step.weights, *(() if way == "frozen" else (*block.first[:2], *block.second[:2]))]
     out = LAYERS[way](block, step)
     return [out.detach(), *torch.autograd.grad(out, leaves, step.dout)]
@@ -156,7 +156,7 @@ def off(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def ms_of(calls: dict[str, Callable[[], object]], rounds: int, cuda: bool) -> dict[str, float]:
-    """Medians of calls that take turns."""
+    """Median times of calls that take turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for number in range(rounds + 2):
@@ -190,7 +190,7 @@ def peak_gb(call: Callable[[], object]) -> float:
 
 
 def kernels_of(call: Callable[[], object]) -> list[tuple[str, float]]:
-    """The kernels of a call on the GPU, by name, and how long each takes, us."""
+    """The GPU kernels of a call, by name, with their time in us."""
     with profile(activities=[ProfilerActivity.CUDA]) as watched:
         call()
         torch.cuda.synchronize()

@@ -6,7 +6,7 @@
 Everything is frozen but A and B of both expert parameters (PEFT's ``target_parameters``) and the layer's input. Four
 ways, which share the weights:
 
-- ``frozen``: no adapters, experts on pretuned, what all is held against;
+- ``frozen``: no adapters, experts on pretuned, the baseline of the others;
 - ``ours``: PEFT's adapters, experts on pretuned, which recognises them;
 - ``whole``: the same, but read as PEFT makes them, W + s B A of every expert;
 - ``grouped_mm``: PEFT's adapters over transformers' own grouped_mm.
@@ -34,7 +34,7 @@ from benchmarks.method import MODELS
 from benchmarks.speed.lora import MAX_DIFFERENCE, kernels_of, ms_of, off, peak_gb
 
 WAYS = {"frozen": "pretuned", "ours": "pretuned", "whole": "pretuned", "grouped_mm": "grouped_mm"}
-# Of each model its kind in transformers, and what its attention has.
+# Each model's type in transformers, and its attention's sizes.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-30b": ("qwen3_moe", {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}),
     "gpt-oss-20b": ("gpt_oss", {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}),
@@ -42,7 +42,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Layer(NamedTuple):
-    """A module of one layer, and its tensors with a gradient, by name."""
+    """A module of one layer, and its trainable tensors by name."""
 
     model: Any
     learns: dict[str, torch.Tensor]
@@ -55,13 +55,13 @@ def config_of(name: str, sizes: tuple[int, int, int], top_k: int) -> Any:
     E, H, I = sizes  # noqa: E741
     fields = attention | {"vocab_size": 64, "num_hidden_layers": 1, "hidden_size": H, "num_experts_per_tok": top_k}
     fields |= {"num_experts": E, "num_local_experts": E, "moe_intermediate_size": I, "intermediate_size": I}
-    if H < 1024:  # not a model's
+    if H < 1024:  # a small size for tests
         fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     return transformers.AutoConfig.for_model(kind, pad_token_id=0, bos_token_id=1, eos_token_id=2, **fields)
 
 
 def make_layers(config: Any, r: int, device: str) -> dict[str, Layer]:
-    """The layer for each way; its weights are the same tensors."""
+    """The layer for each way; all share the weights' tensors."""
     import peft
     import transformers
 
@@ -71,7 +71,7 @@ def make_layers(config: Any, r: int, device: str) -> dict[str, Layer]:
     weights: dict[str, torch.Tensor] = {}
     layers = {}
     for way, how in WAYS.items():
-        own = copy.deepcopy(config)  # which remembers what its experts run on
+        own = copy.deepcopy(config)  # because a config remembers its experts' implementation
         with torch.device("meta" if weights else device):
             model = transformers.AutoModel.from_config(own, dtype=torch.bfloat16, experts_implementation=how)
         if not weights:
@@ -82,7 +82,7 @@ def make_layers(config: Any, r: int, device: str) -> dict[str, Layer]:
                 )
             buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
         model.load_state_dict(weights | buffers, assign=True, strict=False)
-        for name, _ in list(model.named_buffers()):  # those that no checkpoint has, too
+        for name, _ in list(model.named_buffers()):  # also buffers that no checkpoint has
             owner, _, last = name.rpartition(".")
             model.get_submodule(owner).register_buffer(last, buffers[name], persistent=False)
         model.requires_grad_(False)
@@ -102,7 +102,7 @@ def make_layers(config: Any, r: int, device: str) -> dict[str, Layer]:
 
 @contextlib.contextmanager
 def reading(way: str) -> Iterator[None]:
-    """Where adapters are to be made whole, none is recognised."""
+    """In the way ``whole``, hide the adapters from pretuned, so that PEFT adds them to the weights."""
     from pretuned.integrations import transformers as ours
 
     adapted = ours.adapted

@@ -1,4 +1,4 @@
-"""fp16 beside bf16: the same code, with as many bits in the factors, and with more.
+"""Compare fp16 with bf16: the same code, with as many mantissa bits in the factors as bf16, and with more.
 
     PRETUNED_BUNDLES=dtypes-sm90.msgpack:artifacts/bundles/catalogue-sm90.msgpack \\
         python benchmarks/run.py mantissas --out benchmarks/results/mantissas-h200.json
@@ -32,7 +32,7 @@ PAUSE_S, ROUNDS = 0.02, 9
 
 
 def after_pauses(clock: method.Clock, calls: Sequence[Callable[[], object]]) -> list[float]:
-    """The medians of calls in microseconds, in turns, each call after a pause of the whole GPU."""
+    """The calls' median times in microseconds, in turns, with a pause of the whole GPU before each call."""
     graphs = [clock.capture(call) for call in calls]
     times: list[list[float]] = [[] for _ in graphs]
     for _ in range(ROUNDS):

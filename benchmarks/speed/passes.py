@@ -1,4 +1,4 @@
-"""Times the passes over rows of an MoE layer, by a bundle's kernels and by torch, beside what moving their bytes takes.
+"""Times the row kernels of a MoE layer, from a bundle and by torch, against the time to move their bytes.
 
     python benchmarks/run.py passes --out passes-h200.json
     python benchmarks/run.py passes --blocks 512x4,1024x4,1024x8,2048x8 --out blocks.json     # compiles; needs Triton
@@ -42,20 +42,20 @@ TOKENS = (1, 128, 1024, 8192)
 
 
 class OtherBlock(RowOpSpec):
-    """A pass as it would be with another block."""
+    """A row kernel's spec with another block than the bundle's."""
 
     chosen: Block
 
     @property
     def config(self) -> Block:
-        """The block that was asked for."""
+        """The chosen block."""
         return self.chosen
 
 
 def calls(
     T: int, H: int, width: int, top_k: int, E: int, present: int = 1
 ) -> Iterator[tuple[RowOp, Callable[[], Any], int]]:
-    """(pass, the call, the bytes that it moves at least) of T * top_k rows, one of ``present`` of which is there."""
+    """Yield (row kernel, its call, the least bytes that it moves); 1 / ``present`` of the T * top_k rows are in use."""
     M = T * top_k
     used = M // present
     x = method.activations(T, H, torch.bfloat16)
@@ -85,7 +85,7 @@ def calls(
 
 
 def by(launcher: object, call: Callable[[], Any]) -> Callable[[], Any]:
-    """``call`` with this in place of the bundles' launcher; None is torch."""
+    """``call`` with this launcher in place of the bundles'; None runs torch."""
 
     def run() -> Any:
         original, rowops.launcher = rowops.launcher, lambda *_, **__: launcher
@@ -98,7 +98,7 @@ def by(launcher: object, call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def compiled(op: RowOp, block: Block) -> RowOpLauncher:
-    """A pass with another block, compiled here."""
+    """Compile a row kernel with another block."""
     from pretuned.aot.compile.triton import compile_variant
 
     spec = OtherBlock(op, dtype_of(DType.BF16, op))

@@ -1,11 +1,11 @@
-"""Times what quantising the activation in its own pass saves: a layer of fp8 blocks, and what is between its products.
+"""Times a layer of fp8 blocks with and without the row kernel that fuses the activation and its quantisation.
 
     python benchmarks/run.py quantised_layer --out quantised-layer-h100.json
 
-``moe_mlp`` (silu, gate and up side by side, x quantised where the bundle says so) with the pass that makes codes of the
-activation, and without it, as where a bundle has none: then one pass stores the activation and another makes codes of
-it. Results are the same bit for bit, which is checked. Of the passes alone: one, the two, and the two that they are
-without each other, beside what moving the bytes of the one takes. All in CUDA graphs that take turns, L2 flushed.
+``moe_mlp`` (silu, gate and up side by side, x quantised if the bundle says so) with the row kernel that makes codes of
+the activation, and without it: then one row kernel stores the activation and another quantises it. Results are checked
+to be equal bit for bit. The row kernels are also timed by themselves: the fused one, the two in a row, and each of the
+two alone, against the time to move the fused one's bytes. All in CUDA graphs that take turns, L2 flushed.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SILU = RowActivation(Activation("silu"), True, False)
 
 
 def fp8_blocks(E: int, N: int, K: int) -> ExpertWeights:
-    """Weights whose checkpoints have x quantised, in order."""
+    """Prepared weights in a format whose products quantise x."""
     w = quantised_weights(E, N, K, DType.FP8_BLOCK, prepared=False)
     return ExpertWeights.fp8_block(w.codes, w.scale).prepare()
 
 
 def layers(clock: method.Clock, call: Callable[[], torch.Tensor]) -> list[Any]:
-    """Graphs of ``call`` as it is, and of it without the one pass; what both give is the same."""
+    """Graphs of ``call`` with the fused row kernel and without it; checks that both results are equal."""
     real, graphs, results = rowops.launcher, [], []
     ran: set[RowOp] = set()
 

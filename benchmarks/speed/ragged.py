@@ -2,9 +2,9 @@
 
     python benchmarks/run.py ragged --out ragged-h200.json
 
-The forward through the public call, from the bundles that ship. The four take turns (benchmarks/method.py), so that the
-chip's clock, which falls under load, is the same for all. ``padded`` is what the rows of the routing are when each
-expert's are filled up to 64 or 128: what a kernel multiplies, and how often it loads a tile of the weights.
+The forward through the public call, from the shipped bundles. The calls take turns (benchmarks/method.py), so that the
+chip's clock, which falls under load, is the same for all. ``padded`` is the number of
+rows if each expert's rows are padded to 64 or 128, over the real number: it tells what a kernel really multiplies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = ("dense", "one", "equal", "routed")
 
 
 def padded(m_sizes: torch.Tensor, rows: int) -> float:
-    """Rows when each expert's are filled up to a multiple of ``rows``, over the rows there are."""
+    """The number of rows if each expert's are padded to a multiple of ``rows``, over the real number."""
     return float((m_sizes.add(rows - 1) // rows * rows).sum() / m_sizes.sum())
 
 

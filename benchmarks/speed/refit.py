@@ -3,8 +3,8 @@
     python benchmarks/run.py refit --out refit-h100.json
 
 Of both weights of a layer, in milliseconds by CUDA events: by row kernels, and by torch for the first model. A floor is
-the time of the bytes that are read and written. ``extra_mb`` is the most memory beside the result, of which an expert's
-is the aim; ``copy`` is a plain copy of w. The bits of row kernels and torch are compared: of all experts of the first
+the time of the bytes that are read and written. ``extra_mb`` is the most memory in addition to the result; the aim is
+one expert's; ``copy`` is a plain copy of w. The bits of row kernels and torch are compared: of all experts of the first
 model, of the last two of others. Without a bundle that has the row kernels only torch is timed. The exit status is 1 if
 something is wrong.
 
@@ -40,15 +40,15 @@ from pretuned.runtime.launch import rowops as launch_rowops
 from pretuned.runtime.weights import writing
 
 FORMATS = ("fp8_block", "fp8_channel", "int4_g128", "int4_g128_zp", "int4_g32", "mxfp4", "mxfp8", "nvfp4")
-FIRST = "qwen3-30b"  # that torch is timed with
+FIRST = "qwen3-30b"  # the model for which torch is timed
 ROUNDS = 7
 WARM_S = 1.0
-BYTES_PER_S = 3.0e12  # of a large copy on an H100
+BYTES_PER_S = 3.0e12  # rate of a large copy on an H100
 Call = Callable[[], object]
 
 
 def times_ms(call: Call, rounds: int) -> float:
-    """The median of some runs, each between two events, after a first one."""
+    """The median of some runs, each between two events, after a warm-up run."""
     call()
     results = []
     for _ in range(rounds):
@@ -100,7 +100,7 @@ def calls(weights: list[tuple[torch.Tensor, ExpertWeights, ExpertWeights]]) -> d
 
 
 def floors_ms(format: str, w: list[torch.Tensor]) -> dict[str, float]:
-    """The time of the bytes alone. nvfp4 is read twice: its outer scale is of all of an expert."""
+    """The time to move each call's bytes. nvfp4 is read twice, as its outer scale depends on a whole expert."""
     wide = sum(tensor.numel() * 2 for tensor in w)
     narrow = sum(matrix.shape[0] * PRECISIONS[format].w_bytes(*matrix.shape[1:]) for matrix in w)
     passes = 2 if format == "nvfp4" else 1
@@ -117,7 +117,7 @@ def floors_ms(format: str, w: list[torch.Tensor]) -> dict[str, float]:
 
 
 def extra_mb(call: Call, results: int) -> float:
-    """The most memory that a call takes, less its results' bytes."""
+    """The most memory that a call takes, minus its results' bytes."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -177,7 +177,7 @@ def measure(models: list[str], formats: list[str]) -> tuple[list[dict[str, Any]]
 
 @contextlib.contextmanager
 def by_torch() -> Iterator[None]:
-    """Without row kernels."""
+    """Run without row kernels."""
     kernels, writing.kernels = writing.kernels, None
     try:
         yield
@@ -196,7 +196,7 @@ def _differences(
     ready: list[ExpertWeights],
     experts: slice,
 ) -> list[str]:
-    """The tensors of some experts whose bits by row kernels are not those by torch, in both layouts."""
+    """The tensors of some experts whose bits differ between row kernels and torch, in both layouts."""
     wrong = []
     for w, matrix, out in zip(plain, stored, ready, strict=True):
         out.copy_(w, check=False)

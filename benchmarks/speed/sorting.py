@@ -2,7 +2,7 @@
 
     python benchmarks/run.py sorting --out sorting-h200.json
 
-Both give the same, which is checked first.
+Both results are checked to be equal first.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
 The sizes of each model's layers are its own; of the layers there are ``--layers``, of the vocabulary 1,024 words, and
 the weights are random, bf16. Wall-clock times of eager calls, as a user makes them: a forward without gradients over a
 batch of sequences (of one token each: a step of decoding, but for the cache), and from 1,024 tokens on the forward and
-backward of a training step. Medians of the rounds, beside the same model without experts ("none"). Each way's logits
-are held against those of grouped_mm token by token, by the median: a rounding may send a token to other experts.
+backward of a training step. Medians of the rounds, with the same model without experts ("none"). Each way's logits
+are compared with those of grouped_mm token by token, by the median: a rounding may send a token to other experts.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def measure(library: Any, name: str, layers: int, device: str, rounds: int) -> l
         ways = [how for how in (OURS, *BESIDE) if how != "batched_mm" or T * copied <= MOST_COPIED]
         want = logits_of("grouped_mm", ids)
         differences = {how: difference(logits_of(how, ids), want) for how in ways}
-        times = 1 if T >= MANY_TOKENS else 5  # of few tokens the host decides, whose times scatter
+        times = 1 if T >= MANY_TOKENS else 5  # with few tokens the host's time dominates, and it scatters
         for learns in (False, True) if T >= MANY_TOKENS else (False,):
             us = medians_us(model, [*ways, NONE], functools.partial(run, ids, learns), device, times * rounds)
             cells.append(
@@ -171,12 +171,12 @@ def measure(library: Any, name: str, layers: int, device: str, rounds: int) -> l
 
 
 def difference(logits: torch.Tensor, want: torch.Tensor) -> float:
-    """Of the token in the middle, relative."""
+    """The relative difference of the median token's logits."""
     return float(((logits - want).norm(dim=-1) / want.norm(dim=-1)).median())
 
 
 def others(cell: dict[str, Any]) -> float:
-    """How far transformers' own ways are from each other."""
+    """The differences between transformers' own ways."""
     return max((value for how, value in cell["differences"].items() if how != OURS), default=0.0)
 
 
@@ -189,7 +189,7 @@ def line(cell: dict[str, Any]) -> str:
 
 
 def beside(ratios: dict[str, float]) -> str:
-    """Of each way its time over ours."""
+    """Each way's time over ours."""
     others = [f"{ratio:.2f} x {how}" for how, ratio in ratios.items() if how != NONE]
     return ", ".join([*others, f"without experts {ratios[NONE]:.2f} of it"])
 

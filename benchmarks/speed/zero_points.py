@@ -63,7 +63,7 @@ def named(group: int, *, zero: bool) -> DType:
 
 
 class Loaded:
-    """Variants of bundles by op, dtype and fusion."""
+    """A bundle's loaded variants, by op, dtype and fusion."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._found: dict[tuple[Any, ...], list[LoadedVariant]] = {}
@@ -109,7 +109,7 @@ def wrong(loaded: LoadedVariant, group: int) -> Iterator[str]:
         if beyond(problem, loaded.kernel.config) is not None:
             continue
         width = gemm_of(problem).reduction
-        # Each expert's rows are the unit matrix: y is w.
+        # Each expert's rows are the unit matrix, so y equals w.
         x = torch.eye(width, device="cuda", dtype=torch.bfloat16).repeat(E, 1)
         sizes = torch.full((E,), width, dtype=torch.int32, device="cuda")
         here = on(problem, x, w)
@@ -240,7 +240,7 @@ def cell(
     clock: method.Clock,
     both: dict[bool, tuple[ExpertWeights, NumericsCheck]],
 ) -> dict[str, Any]:
-    """One size and number of tokens: the fastest variants of both formats, in turns."""
+    """Time the fastest variants of both formats in turns, for one size and number of tokens."""
     model, product, E, top_k, N, K, _ = size
     M = T * top_k
     m_sizes = routed_rows(E, top_k, T).cuda()

@@ -51,7 +51,7 @@ class Shape:
 
 
 def catalogue_shapes() -> list[Shape]:
-    """Both GEMMs of every catalogue model; a shape that several have, once."""
+    """Both GEMMs of every catalogue model, without repeated shapes."""
     from pretuned.aot.models.catalogue import catalogue
 
     shapes: dict[tuple[int, ...], Shape] = {}
@@ -77,9 +77,9 @@ def routed(shape: Shape, T: int, device: str) -> torch.Tensor:
 
 
 class Case:
-    """One shape at one T: the tensors that its forms share, and what they should give, in fp32.
+    """One shape at one T: the tensors that its forms share, and the expected results in fp32.
 
-    Every form reads the same sorted rows of x and of dy, so that x @ w.T and dy @ w are computed once.
+    Every form reads the same sorted rows of x and of dy, so x @ w.T and dy @ w are computed once.
     """
 
     def __init__(self, shape: Shape, w: torch.Tensor, T: int, device: str) -> None:
@@ -108,7 +108,7 @@ class Case:
         self.expert = torch.repeat_interleave(torch.arange(shape.E, device=device), self.m_sizes.long())
 
     def inputs(self, form: Form) -> dict[str, torch.Tensor]:
-        """Fresh leaves that require grad: x, w and the fused ones."""
+        """New leaves that require grad: x, w and the fusions' tensors."""
         inputs = {"x": self.tokens if form.permute_x else self.x, "w": self.w}
         if form.weights:
             inputs["topk_weights"] = self.weights
@@ -169,7 +169,7 @@ class Case:
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    """||got - want|| / ||want||; NaN where anything is not finite."""
+    """||got - want|| / ||want||; NaN if any element is not finite."""
     if got.shape != want.shape:
         return math.nan
     wrong = (got.float() - want).square().sum(dtype=torch.float64)

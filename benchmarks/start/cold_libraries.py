@@ -1,8 +1,7 @@
-"""Libraries whose first calls ``cold_start`` times, each in steps: what is imported, prepared, compiled and called.
+"""The libraries that ``cold_start`` times, each in steps: import, prepare, compile and call.
 
-Each library multiplies with the calls that an engine would use, and compiles what it compiles by itself. Its inputs
-are ready beforehand: rows sorted by expert, and what the library wants to know of the routing, unless a kernel of its
-own makes that.
+Each library multiplies with the calls that an engine would use, and compiles its own kernels. Its inputs are ready
+beforehand: rows sorted by expert, and the library's form of the routing, unless a kernel of its own makes this form.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Library(ABC):
     """One library in one weight format."""
 
     name: str
-    title: str  # in tables and pictures
+    title: str  # the name in tables and pictures
     format: str
     model: str
     needs: tuple[str, ...] = ()  # "vllm": its wheel, unpacked; else packages that must be importable
@@ -39,7 +38,7 @@ class Library(ABC):
         """Import the library. Timed."""
 
     def prepare(self, product: Product) -> Any:
-        """Put the weights into the order that the library reads. Timed by itself: a server does that while it loads."""
+        """Put the weights into the layout that the library reads. Timed by itself: a server does it during loading."""
         return product.operands
 
     @abstractmethod
@@ -47,11 +46,11 @@ class Library(ABC):
         """A call whose inputs are ready. Not timed, so it runs no kernel of the library."""
 
     def compile(self, weights: list[Any], cells: list[list[Cell]]) -> None:  # noqa: B027
-        """Compile all that the calls need, where the library does so at once. Timed. Default: at each first call."""
+        """Compile all kernels that the calls need, if the library can do so beforehand. Timed. Default: do nothing."""
 
 
 class Pretuned(Library):
-    """The public call."""
+    """pretuned by its public call."""
 
     title = "pretuned"
 
@@ -70,7 +69,7 @@ class Pretuned(Library):
 
 
 class TorchGroupedMm(Library):
-    """torch's own."""
+    """torch's grouped_mm."""
 
     name, title, format, model = "torch", "torch grouped_mm", "bf16", "qwen3-30b"
 
@@ -128,7 +127,7 @@ class VllmTriton(Library):
 
 
 class TritonKernels(Library):
-    """matmul_ogs with the routing's metadata, which kernels of its own make in each step of a server."""
+    """matmul_ogs with the routing's metadata, which its own kernels compute, as in each step of a server."""
 
     name, title, format, model = "triton_kernels", "triton_kernels", "mxfp4", "gpt-oss-20b"
     needs = ("vllm",)
@@ -230,7 +229,7 @@ class Humming(Library):
 
 
 def _of(kind: type[Library], name: str, format: str, model: str) -> type[Library]:
-    """A library in a format that it shares with others."""
+    """A library for a format, by a class that supports several formats."""
     return type(f"{kind.__name__}_{format}", (kind,), {"name": name, "format": format, "model": model})
 
 

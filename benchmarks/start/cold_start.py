@@ -46,8 +46,8 @@ FORMATS = {"bf16": "bf16", "fp8_block": "fp8 128x128 blocks", "mxfp4": "mxfp4"}
 TOKENS = "1,16,128,1024,8192"
 TINY = (8, 256, 128, 2)
 SIDES = ("empty", "warm")
-MAX_ERROR = {"bf16": 1e-2, "mxfp4": 1e-2, "fp8_block": 4e-2}  # in fp8 pretuned rounds x to codes, too
-DEFAULTS = {"DG_JIT_USE_NVRTC": "0"}  # DeepGEMM's own
+MAX_ERROR = {"bf16": 1e-2, "mxfp4": 1e-2, "fp8_block": 4e-2}  # in fp8 pretuned quantises x, too
+DEFAULTS = {"DG_JIT_USE_NVRTC": "0"}  # DeepGEMM's default
 COMPILERS = {"triton", "triton_kernels", "humming", "deep_gemm", "pretuned"}
 MOST = 150.0  # seconds of a process
 SLACK = 1.2  # limit of a process's time, in times of the last process of its kind
@@ -75,7 +75,7 @@ class Dense(Product):
 
     @property
     def weights(self) -> Dense:  # type: ignore[override]
-        """Itself: ``Cell.error`` dequantizes it."""
+        """w itself: ``Cell.error`` dequantizes it."""
         return self
 
     def dequantize(self, dtype: torch.dtype, e: int) -> torch.Tensor:
@@ -91,7 +91,7 @@ def routed(E: int, top_k: int, T: int, device: str) -> torch.Tensor:
 
 
 def work(library: Library, tokens: list[int], sizes: tuple[int, ...], device: str) -> list[list[Cell]]:
-    """Both products of a layer, each with its inputs for every number of tokens."""
+    """Both products of a layer, each with inputs for every number of tokens."""
     E, H, width, top_k = sizes
     kind = Dense if library.format == "bf16" else Product
     products = []
@@ -107,7 +107,7 @@ def work(library: Library, tokens: list[int], sizes: tuple[int, ...], device: st
 
 
 def steps(library: Library, cells: list[list[Cell]], wait: Callable[[], None]) -> dict[str, Any]:
-    """Seconds of each step of a library's ten first calls, and how far each result is from fp32."""
+    """The seconds of each step of a library's first ten calls, and each result's error against fp32."""
     clock = time.perf_counter
     begun = clock()
     library.load()
@@ -156,14 +156,14 @@ def _wrong(library: Library, errors: list[float]) -> bool:
 
 
 def here(args: argparse.Namespace) -> dict[str, Any]:
-    """One library in this process."""
+    """Run one library in this process."""
     (name,) = args.libraries
     find(args)
     place = None if args.vllm is None else args.vllm / "vllm"
     library = LIBRARIES[name](place)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-    torch.zeros(1, device=device).item()  # the context
+    torch.zeros(1, device=device).item()  # creates the CUDA context
     sizes = TINY if args.tiny else MODELS[library.model]
     library.set_up()
     cells = work(library, args.tokens, sizes, device)
@@ -175,14 +175,14 @@ def here(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def find(args: argparse.Namespace) -> None:
-    """Make vLLM's own libraries and Humming importable, behind what is installed."""
+    """Make vLLM's own libraries and Humming importable, after installed packages."""
     for folder in (args.humming, args.vllm and args.vllm / "vllm" / "third_party", args.packages):
         if folder is not None:
             sys.path.append(str(Path(folder).resolve()))
 
 
 def one_process(args: argparse.Namespace, name: str, caches: Path, seconds: float) -> dict[str, Any]:
-    """A library's ten first calls, with these caches."""
+    """Run a library's first ten calls in a new process, with these caches."""
     begun = time.monotonic()
     environ = DEFAULTS | os.environ | caches_in(caches)
     with tempfile.TemporaryDirectory() as folder:
@@ -204,7 +204,7 @@ def one_process(args: argparse.Namespace, name: str, caches: Path, seconds: floa
 
 
 def missing(args: argparse.Namespace, name: str) -> str | None:
-    """Why a library can't be had here, None if it may run."""
+    """The reason why a library can't run here; None if it can."""
     for need in LIBRARIES[name].needs:
         if need == "vllm" and args.vllm is None:
             return "no --vllm"
@@ -254,7 +254,7 @@ def median(row: dict[str, Any], side: str, what: str = "seconds") -> float | Non
 
 
 def said(seconds: float | None) -> str:
-    """Two digits that count."""
+    """A number with two significant digits."""
     if seconds is None:
         return ""
     if seconds < 0.0005:
@@ -284,13 +284,13 @@ def heading() -> list[str]:
 
 
 def card(report: dict[str, Any]) -> str:
-    """Such as H100."""
+    """The GPU's short name, such as H100."""
     name: str = report["gpu"] or "no GPU"
     return name.replace("NVIDIA ", "").split(" ")[0]
 
 
 def bullet(report: dict[str, Any]) -> str:
-    """The README's line: pretuned's range with empty caches, and that of the libraries that compile."""
+    """The README's line: pretuned's range with empty caches, and the range of libraries that compile."""
     ranges = []
     for ours in (True, False):
         medians = [
@@ -309,7 +309,7 @@ def bullet(report: dict[str, Any]) -> str:
 
 
 def _wrapped(text: str) -> Iterator[str]:
-    """Lines of at most 120 characters, as a list's."""
+    """A list item's text in lines of at most 120 characters."""
     line = ""
     for word in text.split(" "):
         if line and len(line) + 1 + len(word) > 120:
@@ -320,7 +320,7 @@ def _wrapped(text: str) -> Iterator[str]:
 
 
 def write(report: dict[str, Any], file: str, pages: tuple[Path, Path, Path] = (README, PAGE, START_PAGE)) -> None:
-    """Write the table into the page of other libraries, line and pictures into README and the page of figures."""
+    """Write the table and pictures into the page of other libraries, the README and the page of figures."""
     readme, page, start = pages
     lines = page.read_text().split("\n")
     at = next((i for i, line in enumerate(lines) if line.startswith(HEAD)), None)
@@ -348,7 +348,7 @@ def write(report: dict[str, Any], file: str, pages: tuple[Path, Path, Path] = (R
 
 
 def versions(args: argparse.Namespace) -> dict[str, str | None]:
-    """Of the libraries beside torch: as their metadata in the folders given, or what is installed, say."""
+    """The versions of the libraries other than torch, from metadata in these folders or of installed packages."""
     numbers: dict[str, str | None] = {}
     for name, package, folder in (
         ("triton", "triton", None),
@@ -392,7 +392,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and print the table; 1 where a library that could run has no time."""
+    """Measure and print the table; return 1 if a library that could run has no time."""
     args = arguments(argv)
     if args.here:
         try:

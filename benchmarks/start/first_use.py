@@ -87,7 +87,7 @@ def host() -> dict[str, Any]:
     dense = torch.randn(N, K, device="cuda", dtype=torch.bfloat16).T
 
     def us(call: Callable[[], object]) -> float:
-        """Host time of one call: batches small enough that the launch queue never fills."""
+        """The host time of one call, in batches small enough that the launch queue never fills."""
         for _ in range(20):
             call()
         batches = []
@@ -212,7 +212,7 @@ def run_step(name: str, prefix: tuple[str, ...] = (), env: dict[str, str] | None
 
 
 def run_bare() -> dict[str, Any]:
-    """``bare`` in a mount namespace of its own where every file system is read-only, as an unknown user. Needs root."""
+    """Run ``bare`` as an unknown user in a mount namespace where every file system is read-only. Needs root."""
     script = (
         "for m in $(awk '{print $2}' /proc/mounts | sort -r); do "
         'case $m in /proc*|/sys*) ;; *) mount -o remount,bind,ro "$m" 2>/dev/null;; esac; done; '

@@ -144,7 +144,7 @@ def forms() -> dict[str, Any]:
 
 
 def training() -> dict[str, Any]:
-    """dX, dW, the gathered, gated and the scattered, weighted forward of every catalogue model's two GEMMs."""
+    """Test dX, dW, and the gathered, gated, and scattered and weighted forward of all catalogue models' two GEMMs."""
     worst: dict[str, float] = {}
     wrong: list[str] = []
     count = 0
@@ -182,7 +182,7 @@ def training() -> dict[str, Any]:
             judge("gather", where, y, gathered, "forward")
             bounds = torch.zeros(E + 1, dtype=torch.int32, device="cuda")
             bounds[1:] = m_sizes.cumsum(0)
-            call = Rows(Op.FORWARD, tokens, w, m_sizes, Layout.NK, M, index, top_k, bounds=bounds)  # as a layer's is
+            call = Rows(Op.FORWARD, tokens, w, m_sizes, Layout.NK, M, index, top_k, bounds=bounds)  # as in a layer
             product = resolve(call, y)
             first = product is not None and len(product.steps) > 1
             judge(

@@ -3,10 +3,9 @@
     python benchmarks/run.py structure
     python benchmarks/run.py structure --json
 
-Lines, statements and files are those of the files that git tracks; modules and us are of the import and one GEMM.
-The calls run on the tests' emulated GPU
-(tests/support/emulated_driver.py). Only functions of pretuned count. A return is a step into a file that was left
-before.
+Lines, statements and files are counted over the files that git tracks; modules and us are of the import and one GEMM.
+The calls run on the tests' emulated GPU (tests/support/emulated_driver.py). Only functions of pretuned count. A
+return is a step into a file that was left before.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PATCHES = {"setattr", "setitem", "delattr", "patch"}
 
 
 def tracked(*folders: str) -> list[Path]:
-    """The Python files of folders that git tracks."""
+    """The Python files that git tracks in these folders."""
     listed = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "-z", *(f"{folder}/*.py" for folder in folders)],
         capture_output=True,
@@ -50,7 +49,7 @@ def size(files: list[Path]) -> dict[str, int]:
 
 
 def patches(files: list[Path]) -> int:
-    """Calls of monkeypatch (or mock) that replace an attribute, in tests."""
+    """The calls of monkeypatch (or mock) in tests that replace an attribute."""
     count = 0
     for path in files:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -66,7 +65,7 @@ class Way:
         self.calls = 0
 
     def note(self, frame: FrameType, event: str, _argument: object) -> None:
-        """For sys.setprofile."""
+        """Record a call or return; a callback for sys.setprofile."""
         if event in ("call", "return"):
             step = frame if event == "call" else frame.f_back
             path = Path(step.f_code.co_filename).resolve() if step is not None else None
@@ -92,7 +91,7 @@ def followed(call: Callable[[], object]) -> dict[str, int]:
 
 
 def first_calls() -> dict[str, Any]:
-    """The first plain GEMM and the first layer, after the imports that a call of the same kind has done."""
+    """The ways of the first plain GEMM and the first layer, after the imports that such a call needs."""
     from benchmarks.speed.host_python import calls, made_up_gpu
 
     with made_up_gpu(ROOT / "tests" / "support"):
@@ -110,7 +109,7 @@ def first_calls() -> dict[str, Any]:
 
 
 def cold_call() -> dict[str, int]:
-    """The modules of pretuned that its import and one GEMM bring, and the microseconds of the CPU that both take.
+    """The modules of pretuned that its import and one GEMM load, and the CPU microseconds of both.
 
     Run it on a made-up GPU. Python reads bytecode from its cache, unless PYTHONDONTWRITEBYTECODE keeps it empty.
     """

@@ -11,7 +11,7 @@
   steps that replay on two streams at once.
 - ``losses``: 50 steps of a small layer of Qwen3-MoE's shape and its router, against torch in bf16 and in fp32.
 
-It exits 1 where anything is wrong, and names it. ``--device cpu`` runs all but the graphs on the reference, on small
+It exits 1 if anything is wrong, and names it. ``--device cpu`` runs all but the graphs on the reference, on small
 shapes: a check of this script.
 """
 
@@ -100,7 +100,7 @@ def repeats(shapes: list[Shape], T: int, device: str) -> dict[str, Any]:
 def replayed(
     case: Case, form: Form, first: dict[str, torch.Tensor], replays: int = 5
 ) -> tuple[int, list[tuple[int, int, str]]]:
-    """Two graphs of one step on two streams at once: (results compared, those with other bits)."""
+    """Replay two graphs of one step on two streams at once; return (results compared, results with other bits)."""
     captured = []
     for _ in range(2):
         stream = torch.cuda.Stream()
@@ -141,9 +141,9 @@ def torch_experts(
 
 
 def losses(device: str, T: int, E: int, H: int, I: int, k: int) -> dict[str, Any]:  # noqa: E741
-    """A router, E experts, a fixed target, AdamW on fp32 masters. Noise is what bf16 does to torch's own curve.
+    """Train a router and E experts on a fixed target with AdamW on fp32 masters. Noise is bf16's effect in torch.
 
-    Distances are the most that two curves are apart at any step, of the first loss.
+    Distances are the largest differences of two curves at any step, relative to the first loss.
     """
     g = torch.Generator(device).manual_seed(21)
     data = torch.randn(T, H, device=device, generator=g)
@@ -213,7 +213,7 @@ def say(text: str) -> None:
 
 
 def kernels() -> dict[str, str]:
-    """The sha256 of the source of each kernel in the bundles named: what these results are of."""
+    """The sha256 of the source of each kernel in the bundles used, to identify the tested kernels."""
     digests: dict[str, str] = {}
     for path in sorted(Path(os.environ.get("PRETUNED_BUNDLES", "/nonexistent")).glob("*.msgpack")):
         with open_bundle(path) as bundle:
@@ -245,7 +245,7 @@ def main() -> None:
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "repeats": lambda: repeats(again, 300, args.device),
         "cells": lambda: cells(small, tokens, args.device),
-        "losses": lambda: losses(args.device, *layer),  # last: torch's own optimizer imports Triton
+        "losses": lambda: losses(args.device, *layer),  # last, because torch's optimizer imports Triton
     }
     triton_imported = False
     for name, part in parts.items():

@@ -64,7 +64,7 @@ def ask(moved, row, row_end, ROWS: gl.constexpr):
 def look_up(moved, flat, row, row_end):
     """(the row of y that each row is stored to, or -1; its routing weight), from the indices that ``ask`` loads.
 
-    It is called before the product, which hides the latency; after it in code that gathers, as few tiles need it there.
+    Called before the product, which hides the latency; GATHER code calls it after the product, as few tiles need it.
     """
     _index, row_weights, _bias, _index_step, index_end, _x_divisor, flags = moved
     m = row + gl.arange(0, flat.shape[0], layout=gl.BlockedLayout([1], [32], [4], [0]))
@@ -259,7 +259,7 @@ def _tile(
 ):
     """One warpgroup's 64 rows of one tile, WIDTH columns from ``first`` on. Returns the stage and phase after it.
 
-    GATHER code stores by TMA where nothing else is asked for and the tile is ``whole``: TMA stores every row, and those
+    GATHER code stores by TMA if nothing else is needed and the tile is ``whole``: TMA stores every row, and rows
     without an index are to be left alone. Operands of 32 bits are tf32, of dW alone (tf32.py).
     """
     TF32: gl.constexpr = b.dtype == gl.float32

@@ -86,12 +86,12 @@ def multiply_in_turns(
         phase = (place >> 24) & 1
         if INDEXED:
             found = look_up(moved, ask(moved, row, row_end, 128), row, row_end)
-        if WEIGHT:  # the first product takes the place of the sums: zeros would take 2 to 7 % of a short reduction
+        if WEIGHT:  # the first product overwrites the sums: zeroing them would take 2 to 7 % of a short reduction
             gl.assume(steps > 0)
         else:
             upper = gl.zeros([64, WRITTEN], gl.float32, mma)
             lower = gl.zeros([64, WRITTEN], gl.float32, mma)
-        mbarrier.wait(order.index(half), turn ^ 1 ^ half)  # the very first turn is the first warpgroup's
+        mbarrier.wait(order.index(half), turn ^ 1 ^ half)  # the first warpgroup begins
         for step in range(steps):
             mbarrier.wait(full.index(stage), phase)
             a_upper = a.index(stage * 2)
@@ -106,8 +106,8 @@ def multiply_in_turns(
             adds = step > 0 if WEIGHT else True
             upper = warpgroup_mma(a_upper, b_tile, upper, use_acc=adds, is_async=True)
             lower = warpgroup_mma(a_lower, b_tile, lower, use_acc=adds, is_async=True)
-            if WEIGHT:  # its reductions are short: the other begins as soon as the last step has been asked for
-                gl.barrier()  # not before each warp has seen its own turn: the barrier that says so turns over again
+            if WEIGHT:  # reductions are short: the other warpgroup begins once the last step is issued
+                gl.barrier()  # each warp must have seen its turn before the order barrier's phase flips again
                 mbarrier.arrive(order.index(1 - half), count=1, pred=step == steps - 1)
             upper, lower = warpgroup_mma_wait(num_outstanding=2, deps=(upper, lower))
             gl.barrier()

@@ -17,7 +17,7 @@ view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_me
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-ANY_VIEW: gl.constexpr = gl.constexpr(triton.__version__.startswith("3.7."))  # 3.7 checks no view's end
+ANY_VIEW: gl.constexpr = gl.constexpr(triton.__version__.startswith("3.7."))  # 3.7 does not check a view's end
 
 INDEX_END: gl.constexpr = gl.constexpr(0x40000000)
 NARROW_BIT: gl.constexpr = gl.constexpr(1 << 30)  # set in a tile's word if only the left half of its columns exists
@@ -36,8 +36,9 @@ MOVED_FLAGS: gl.constexpr = gl.constexpr(2 | 4 | 8)  # results with these flags 
 def tile_of(ring, i, PARTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
     """[HEIGHT, WIDTH] of a ring, from its part i * PARTS on.
 
-    Triton 3.7 lets a view end anywhere. For later ones a tile is one of those that the whole ring is made of; where it
-    is wider than PARTS, the first of them, and the PTX says how much further its products are (aot/compile/ptx.py).
+    Triton 3.7 lets a view end anywhere. Later versions only allow views at multiples of a tile's size. For a tile
+    wider than PARTS the view then begins at the ring's start, and the PTX has the offset that its products add
+    (aot/compile/ptx.py).
     """
     SIZE: gl.constexpr = ring.shape[1] * ring.shape[2]
     STEP: gl.constexpr = PARTS * SIZE // (HEIGHT * WIDTH)
@@ -54,7 +55,7 @@ def tile_of(ring, i, PARTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.conste
 
 @gluon.jit
 def _further(offset_bytes):
-    """Says in the PTX which register holds how much further, in 16 bytes, the right operands of these products are."""
+    """Mark in the PTX the register with the offset, in units of 16 bytes, of the next products' right operands."""
     gl.inline_asm_elementwise(
         "shr.u32 $0, $1, 4; // products of what is so much further: $0",
         "=r,r",
@@ -77,7 +78,7 @@ def _add_capped(a, b):
 
 @gluon.jit
 def counts(m_sizes, m_sizes_step, M, E, EXPERTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The rows that each expert asks for, [EXPERTS] uint32: none below zero, none above M."""
+    """The number of rows of each expert in m_sizes, [EXPERTS] uint32, clamped to [0, M]."""
     expert = gl.arange(0, EXPERTS, layout=LAYOUT)
     word = m_sizes + expert * m_sizes_step
     low = gl.load(word, mask=expert < E, other=0).to(gl.int64)
@@ -188,7 +189,7 @@ def grouped(inner, tiles_m, tiles_n, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def expect(bar, A_BYTES: gl.constexpr, both, B_BYTES: gl.constexpr, wide):
-    """Tells a stage's barrier how many bytes come: one or both halves of the rows, and of the columns."""
+    """Set how many bytes a stage's barrier waits for: one or both halves of the rows, and of the columns."""
     mbarrier.expect(bar, A_BYTES + B_BYTES, pred=(both == 0) & (wide == 0))
     mbarrier.expect(bar, 2 * A_BYTES + B_BYTES, pred=both & (wide == 0))
     mbarrier.expect(bar, A_BYTES + 2 * B_BYTES, pred=(both == 0) & wide)
@@ -197,11 +198,10 @@ def expect(bar, A_BYTES: gl.constexpr, both, B_BYTES: gl.constexpr, wide):
 
 @gluon.jit
 def draw(counter):
-    """The counter's next number, on its way to the first lane of a warp: nothing waits for it here.
+    """Request the counter's next number for the first lane of a warp, without waiting; ``told`` waits for it.
 
-    The language's own atomic waits for its result at once, and nothing is loaded meanwhile. dW by both
-    warpgroups, whose tiles are short, takes up to 1.04 x as long with it, forward and dX, which draw late, as long
-    either way (docs/inside/trials.md, pingpong-dealt).
+    Triton's own atomic waits for its result at once, which delays loads. With it pingpong dW, whose tiles are short,
+    takes up to 1.04 x as long; forward and dX take as long as without it (docs/inside/trials.md, pingpong-dealt).
     """
     return gl.inline_asm_elementwise(
         "{.reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.b32 $0, 0; "

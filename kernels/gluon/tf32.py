@@ -2,9 +2,9 @@
 
 wgmma takes tf32 from shared memory only if the reduction is contiguous. In dW the reduction is over rows, in both
 operands. mma.sync is slower, but takes both from registers. No instruction transposes 32-bit numbers, so every lane
-loads its own: four rows of eight columns at a time. In TMA's swizzle, lines of 128 bytes whose 16-byte parts are
-exchanged by row, rows 0 to 3 would share banks, two lanes each. The order of a reduction is free if both operands have
-it: of each eight rows 0, 2, 4, 6 are loaded together, then 1, 3, 5, 7, and no lanes share a bank.
+loads its own elements: a warp loads four rows of eight columns at a time. With TMA's swizzle, loads of rows 0 to 3
+would have bank conflicts. Both operands can have their rows in another order: of each eight rows the kernel loads 0,
+2, 4 and 6, then 1, 3, 5 and 7, without conflicts.
 """
 
 from __future__ import annotations

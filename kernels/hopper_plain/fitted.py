@@ -111,7 +111,7 @@ def _load_fitted(
     INDEXED: gl.constexpr,
     LOW_RANK: gl.constexpr,
 ):
-    """The loading warp: see ``_load_rows`` in rows.py. A stage has w's part of a tile, and what the tile has of x."""
+    """The loading warp: see ``_load_rows`` in rows.py. A stage has w's part of a tile, and the tile's boxes of x."""
     AHEAD: gl.constexpr = 4  # steps
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
     tiles_n = gl.cdiv(N, COLUMNS)
@@ -156,17 +156,17 @@ def _load_fitted(
                 _load_step(low_x, low_w, a, b, bar, expert, row, boxes, col, start, stage, BLOCK_M, BLOCK_K, W_KN)
                 stage, phase = advance(stage, phase, STAGES)
         tile = next_tile(counter, told(drawn), gl.num_programs(0), total)
-    for _ in gl.static_range(2):  # row -1 ends a warpgroup; if they take turns, each reads its own slot
+    for _ in gl.static_range(2):  # row -1 ends a warpgroup; warpgroups that take turns read a slot each
         publish(queue, filled, free, slot, turn, -1, 0, 0, 0, 1)
         slot, turn = advance(slot, turn, 2)
 
 
 @gluon.jit
 def _fit(grains, MOST: gl.constexpr):
-    """Says in the PTX which register holds of how many rows the products of this loop are: ``fit``, aot/compile/ptx.py.
+    """Mark in the PTX the register with the number of rows of this loop's products, for ``fit`` in aot/compile/ptx.py.
 
-    The compiler is handed the loop once for each number of rows. Written here so many times, all the code in between
-    doubled with it: 2 to 8 us more for a launch, whose code comes from memory.
+    ``fit`` copies the loop for each number of rows. Copies in this source would double all code around the loop, too: a
+    launch, whose code comes from memory, would take 2 to 8 us more.
     """
     gl.inline_asm_elementwise(
         f"mov.b32 $0, $1; // products of $1 times {GRAIN} rows, {MOST} times at most",
@@ -265,8 +265,8 @@ def _multiply_fitted(
         steps = word
         if INDEXED:
             steps = word & 0xFFFFF
-            # What depends on the index waits in TURNS until the other has begun: here it would keep this one from its
-            # turn (1.01 to 1.02 x the time at T = 8192; other tiles gain little, and lose with few rows by waiting:
+            # With TURNS the look-up waits until the other warpgroup has begun: here it would delay this one's turn
+            # (1.01 to 1.02 x the time at T = 8192; without TURNS waiting gains little, and loses with few rows:
             # docs/inside/trials.md, scatter-beside).
             asked = ask(moved, row, row_end, WRITTEN)
             if not TURNS:
@@ -376,8 +376,8 @@ def rows_fitted(
         a = gl.allocate_shared_memory(element, [2 * STAGES, BLOCK_K, 64], lines)
     else:
         a = gl.allocate_shared_memory(element, [2 * STAGES, 64, BLOCK_K], lines)
-    # (``256 rows from here`` reach one box past the end of a ring of 192; INDEXED code has something else there. No
-    # product has so many.)
+    # A view of 256 rows reaches one box past a ring of 192 rows, though no product reads it. INDEXED code has other
+    # memory there.
     SPARE: gl.constexpr = 0 if INDEXED else WRITTEN // BOX - BOXES
     b = gl.allocate_shared_memory(element, [BOXES * STAGES + SPARE, BOX, BLOCK_K], lines)
     buffers = gl.allocate_shared_memory(element, [2 * SLOTS, 64, 64], lines)

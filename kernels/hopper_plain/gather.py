@@ -40,7 +40,7 @@ def rows_at(x, moved, row, row_end, stride_x_m, k, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def copy_rows(to, at, there, k, left):
-    """Copies a step of the rows that are there, and of the ``left`` columns of x; others become zero."""
+    """Copy a step of the rows of ``there``, and of the ``left`` columns of x; other elements become zero."""
     if left >= to.shape[1]:
         async_load(to, at, mask=there)
     else:

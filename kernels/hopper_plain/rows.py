@@ -122,9 +122,9 @@ def _load_rows(
     there are at most as many halves as programs. In PINGPONG code every tile is whole.
     A program takes its next tile from the counter a few steps before the loads of the current tile end (K > 0). If it
     takes it before they begin, a call takes up to 1.13 x as long, as the tile waits while other programs are idle.
-    In PINGPONG code tiles of 128 columns are assigned beforehand, except those of the last full rounds and the rest:
-    all from the counter takes up to 1.08 x as long, none 1.06 x. With few full rounds all come from the counter, else a
-    call takes up to 1.06 x as long (docs/inside/trials.md, tiles-drawn-late).
+    In PINGPONG code tiles of 128 columns are assigned beforehand, except those of the last rounds: a call takes up to
+    1.08 x as long if all tiles come from the counter, and 1.06 x if none do. With few full rounds all come from the
+    counter, else a call takes up to 1.06 x as long (docs/inside/trials.md, tiles-drawn-late).
     """
     DRAWN_ROUNDS: gl.constexpr = 2
     FEW_ROUNDS: gl.constexpr = 4
@@ -275,8 +275,8 @@ def rows_specialized(
 
     ``rows`` (portable_plain). x and w come through TMA, x in GATHER code through pointers; y leaves through
     ``y_map``, a ragged descriptor (``kernels/entry.py``, RAGGED_SIZES), in INDEXED code through pointers:
-    GATHER code has both, and takes the descriptor for tiles of which nothing else is asked.
-    GATED code stores silu(gate) * up in its place, y [M, N // 2]: a tile of w is HALF rows of gate, then those of up.
+    GATHER code has both, and uses the descriptor for tiles without scatter, weight or bias.
+    GATED code stores silu(gate) * up instead, y [M, N // 2]: a tile of w is HALF rows of gate, then those of up.
     LOW_RANK code has low_x and low_w through TMA, in steps of the reduction after those of x and w.
     In PINGPONG code, which gathers no rows, the warpgroups take whole tiles in turns (kernels/gluon/pingpong.py).
     """

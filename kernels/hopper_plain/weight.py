@@ -92,7 +92,7 @@ def _ask(at, first, rows, stride, columns):
 
 @gluon.jit
 def _rows_of(end, expert, EXPERTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """(how many rows an expert has, where they end)."""
+    """(number of an expert's rows, the end of its rows)."""
     i = gl.arange(0, EXPERTS, layout=LAYOUT)
     row_start = gl.max(gl.where(i < expert, end, 0), 0)
     row_end = gl.max(gl.where(i <= expert, end, 0), 0)
@@ -190,11 +190,11 @@ def _load_weight(
         second = (2 * k + 1) * HALF
         wide = second < K if NARROW else gl.to_tensor(True)
         word = gl.cdiv(count, BLOCK_M) | (expert << 20) | gl.where(wide, 0, NARROW_BIT)
-        if late:  # wait until the tile before is taken, which is in the other slot
+        if late:  # wait until the previous tile, in the other slot, is taken
             mbarrier.wait(free.index(1 - slot), turn ^ 1 ^ slot)
         publish(queue, filled, free, slot, turn, n, 2 * k, N, word, WARPS)
         slot, turn = advance(slot, turn, 2)
-        drawn = draw(counter)  # looked at when this tile's loads are under way
+        drawn = draw(counter)  # the result is read after this tile's loads are issued
         both = n + 64 < N
         for row in range(0, count, BLOCK_M):
             mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -240,9 +240,9 @@ def _schedule(
 ):
     """The warp that announces the tiles in PINGPONG code: the loading warp has no time to look them up.
 
-    It takes a tile from the counter when the loading warp is ``near`` the end of the last one. If the loading warp did
-    this, dW took 1.01 to 1.03 x as long in the mean, and up to 1.21 x with few tiles. A tile taken as soon as the last
-    was announced made that up to 1.14 x longer (docs/inside/trials.md, tiles-drawn-late).
+    It takes a tile from the counter when the loading warp is ``near`` the end of the previous tile. If the loading warp
+    did this, dW took 1.01 to 1.03 x as long in the mean, and up to 1.21 x with few tiles. If tiles were taken as soon
+    as the previous one was announced, dW took up to 1.14 x as long (docs/inside/trials.md, tiles-drawn-late).
     """
     WARPS: gl.constexpr = 1
     MANY_ROWS: gl.constexpr = 256  # an expert

@@ -1,13 +1,13 @@
-"""Codes of a quantised w to bf16, in registers, as the left operand of wgmma wants them: w's rows, or (dX) its columns.
+"""Codes of a quantised w to bf16, in registers, as wgmma's left operand needs them: w's rows, or for dX its columns.
 
-w is prepared (prepared_layout.py): a block of 64 rows and 64 of K lies together, as int32 [64, 4, W]: a row, the
-thread c of the four that hold a row of the operand, and W words, 2 of codes of 4 bits and 4 of those of 8. With K = 16
-s + 8 h + 2 c + p, codes of p = 0 are in the low half of a word and those of p = 1 in the high one, in the order of (s,
-h). So one instruction or two make two neighbours of bf16. Of codes of 8 bits the four words of a row change places, c ^
-row / 2 % 4, as in the swizzle of 64 bytes in which wgmma can read them (kernels/hopper_w8a8_channel/rows.py).
+w is prepared (prepared_layout.py): a block of 64 rows and 64 of K is contiguous, as int32 [64, 4, W]: the row, c
+(which of the four threads of an operand's row), and W words: 2 for codes of 4 bits, 4 for codes of 8 bits. With K =
+16 s + 8 h + 2 c + p, codes with p = 0 are in a word's low half and codes with p = 1 in its high half, in the order of
+(s, h). So one or two instructions make two neighbouring bf16. For codes of 8 bits a row's four words are permuted, c
+^ row / 2 % 4, like in the 64-byte swizzle in which wgmma can read them (kernels/hopper_w8a8_channel/rows.py).
 
-Scales are multiplied where a block is made, in the same instructions as its codes where that is faster: of int4 and
-nvfp4, whose values are then too small by a power of two that ``scaled`` makes good in the sums.
+Scales are multiplied when a block is dequantised, in the instructions of its codes if that is faster (int4 and
+nvfp4). Such values are too small by a power of two, which ``scaled`` multiplies into the sums.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from ..codes import CODES
 from ..gluon.pipeline import BIAS_FLAG, view
 
-INT4_DOWN = 16  # log2 of what values of int4 are too small by
+INT4_DOWN = 16  # log2 of the factor by which int4 values are too small
 NVFP4_DOWN = 10
 
 
@@ -56,9 +56,9 @@ def _power_text(exponent: int) -> str:
 def int4_text(groups: int) -> str:
     """PTX: $0 ... $7 of the words $8 and $9 of a row and its scales $10: (code - 8) x scale x 2^-16.
 
-    Four bits of a half alone are a bf16: code x 2^-133 in bits 0 to 3, code x 2^-129 in bits 4 to 7. So an fma does
-    it all: code x 2^-133 x (scale x 2^117) - scale x 2^-13, rounded once. runtime/weights/prepared_layout.py has
-    the largest scale.
+    Four bits of a half-word, without the others, are the bf16 code x 2^-133 (bits 0 to 3) or code x 2^-129 (bits 4 to
+    7). So one fma computes a result: code x 2^-133 x (scale x 2^117) - scale x 2^-13, rounded once.
+    runtime/weights/prepared_layout.py has the largest scale.
     """
     lines = [".reg .b16 h0, h1; .reg .b32 t, u, k, low, high, lows, highs, less, eights;"]
     for to, exponent in (("lows", 133 - INT4_DOWN), ("highs", 129 - INT4_DOWN)):
@@ -77,7 +77,7 @@ def int4_text(groups: int) -> str:
 
 
 def nvfp4_text() -> str:
-    """PTX: the same of e2m1 and four scales of e4m3: value x scale x 2^-10.
+    """PTX like ``int4_text``, for e2m1 codes and four e4m3 scales: value x scale x 2^-10.
 
     Codes are the value x 2^-126 as in ``_e2m1_text``, a scale's bits are scale x 2^-120, and are made x 2^116.
     """
@@ -177,7 +177,7 @@ def blocks_per_scale(FORMAT):  # type: ignore[no-untyped-def]
 
 @gluon.constexpr_function
 def places_of(FORMAT, BLOCKS):  # type: ignore[no-untyped-def]
-    """Places for scales in shared memory, for BLOCKS blocks of K."""
+    """Rows of shared memory for scales, for BLOCKS blocks of K."""
     return CODES[FORMAT].places(BLOCKS)
 
 
@@ -321,7 +321,7 @@ def operand(codes, scales, FORMAT: gl.constexpr, OPERAND: gl.constexpr):
 
 @gluon.jit
 def scaled(part, outer, expert, col, N, FORMAT: gl.constexpr, DX: gl.constexpr):
-    """The part by its expert's scale, or by those of its rows, which are y's columns from ``col`` on, and as w's is."""
+    """The part times its expert's scale or its rows' scales (of y's columns from ``col`` on), corrected by SMALLER."""
     OUTER: gl.constexpr = outer_of(FORMAT)
     SMALLER: gl.constexpr = smaller_by(FORMAT, DX)
     if OUTER == "expert":

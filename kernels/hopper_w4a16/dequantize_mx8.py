@@ -19,9 +19,9 @@ WORDS: gl.constexpr = gl.constexpr(4)  # int32 words of a row of a block, for ea
 SCALE_BYTES: gl.constexpr = gl.constexpr(128)  # of a block
 
 _HALVES: gl.constexpr = gl.constexpr(0x5410)  # prmt's selector of the lower halves of two words
-_HALF: gl.constexpr = gl.constexpr(0x2222)  # added to it, it selects the upper halves
+_HALF: gl.constexpr = gl.constexpr(0x2222)  # added to a selector, it selects the upper halves
 _SCALES: gl.constexpr = gl.constexpr(0x4240)  # prmt's selector of the first scales of two rows, widened to 16 bits
-_SCALE: gl.constexpr = gl.constexpr(0x0101)  # added to it, it selects the second scales
+_SCALE: gl.constexpr = gl.constexpr(0x0101)  # added to a selector, it selects the second scales
 _POWER = f"add.s32 s, s, {both(120)}; shl.b32 s, s, 7;"  # two e8m0 scales s to bf16: 2^(s - 7)
 
 

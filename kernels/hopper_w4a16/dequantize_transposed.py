@@ -1,7 +1,7 @@
 """Codes of a quantised w to bf16, transposed for dX: a row of wgmma's left operand is a column of w.
 
-A thread has of each of 16 rows of w the word that two of its columns are in, 8 apart, and of two rows at a time the
-halves of their words make one, laid out as a word is (dequantize.py, which says how blocks lie).
+From each of 16 rows of w a thread has the word with two of its columns, which are 8 apart. Half-words of two rows are
+joined into a word with the layout of a block's words (dequantize.py describes blocks).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from ..gluon.pipeline import view
 from .dequantize import both, codes_of, groups_of, scales_of
 
 
-# A block is seen as [pairs of rows, row of a pair, c, word, p, s mod 2], of 8 bits without the last.
-# What a thread has is its rows of w; p and c are in its lane, word and s in its warp.
+# A block's view is [pairs of rows, row of a pair, c, word, p, s mod 2]; codes of 8 bits lack the last dimension.
+# Rows of w are in a thread's registers, p and c are bits of its lane, word and s bits of its warp.
 def _turned(four: bool) -> gl.DistributedLinearLayout:
     end = [0] * (2 if four else 1)
 
@@ -54,8 +54,8 @@ _FLAT_4: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 
 def _turned_text(codes, scales):  # type: ignore[no-untyped-def]
     """PTX: $0 and $1, two rows of w in the columns of h = 0 and 1, of the words $2 and $3.
 
-    $4 is p, $6 the warp's half of a word's codes. $8 and $9 hold scales; $10 says which of them count, or is the part
-    of a 128x128 block's scale that bf16 has no bits for.
+    $4 is p, $6 the warp's half of a word's codes. $8 and $9 hold scales; $10 selects among them, or is the part of
+    a 128x128 block's scale that bf16 has no bits for.
     """
     lines = [".reg .b32 t, u, v, s; .reg .pred q;"]
     lines += ["mad.lo.s32 u, $4, 0x2222, 0x5410; prmt.b32 t, $2, $3, u;"]  # both words' lower (p = 0) or upper halves

@@ -30,7 +30,7 @@ from .dequantize import (
 )
 from .dequantize_transposed import _FLAT_4, _TURNED_4
 
-DOWN = 7  # log2 of what values are too small by
+DOWN = 7  # log2 of the factor by which values are too small
 _TMA_BYTES = 128  # shared memory that TMA writes to begins at a multiple of this
 
 
@@ -59,8 +59,8 @@ def zeroed_text(groups: int) -> str:
     """PTX: $0 ... $7 of the words $8 and $9 of a row, its scales $10 and zero points $12.
 
     Each result is (code - zero) x scale x 2^-7.
-    Four bits of a half alone are a bf16, as in ``dequantize.int4_text``: code x 2^-133 in bits 0 to 3, code x 2^-129 in
-    bits 4 to 7. An fma makes that (code - zero) / 128 - 1, exactly, a second one this x scale + scale, rounded once.
+    Four bits of a half-word are a bf16, as in ``dequantize.int4_text``: code x 2^-133 or code x 2^-129. An fma turns it
+    into v = (code - zero) / 128 - 1, exactly. A second fma computes v x scale + scale, rounded once.
     """
     lines = [".reg .b16 h0, h1; .reg .b32 t, u, l, h, scale, less;"]
     lines += [f"mov.b32 l, {_bf16(133 - DOWN)}; mov.b32 h, {_bf16(129 - DOWN)};"]
@@ -82,12 +82,12 @@ def zeroed_text(groups: int) -> str:
 def zeroed_turned_text(groups: int) -> str:
     """PTX: $0 and $1, two rows of w in the columns of h = 0 and 1, of the words $2 and $3.
 
-    $4 is p, $6 the warp's half of a word's codes. $8 and $9 hold the scales, and $10 says of which of two groups.
+    $4 is p, $6 the warp's half of a word's codes. $8 and $9 hold the scales, and $10 is 0 or 1, the group of a row.
     $12 has the zero points of both rows, one for each group. Codes become values as in ``zeroed_text``.
     """
     lines = [".reg .b32 t, u, v, s, l, h;"]
     lines += [f"mov.b32 l, {_bf16(133 - DOWN)}; mov.b32 h, {_bf16(129 - DOWN)};"]
-    lines += ["mad.lo.s32 u, $4, 2, $6; mad.lo.s32 u, u, 0x1111, 0x4400; prmt.b32 t, $2, $3, u;"]  # a byte of each
+    lines += ["mad.lo.s32 u, $4, 2, $6; mad.lo.s32 u, u, 0x1111, 0x4400; prmt.b32 t, $2, $3, u;"]  # a byte of each word
     if groups == 2:  # one word has two groups of two rows
         lines += ["mad.lo.s32 u, $10, 0x0101, 0x4240; prmt.b32 v, $12, 0, u;"]
     else:
@@ -235,5 +235,5 @@ def zeroed_block_of(
 
 @gluon.jit
 def grown(part):
-    """Sums of products with ``zeroed_block_of`` -> those with w."""
+    """Sums with w, from sums of products with ``zeroed_block_of``."""
     return part * 128.0

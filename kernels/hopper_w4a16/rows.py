@@ -1,18 +1,18 @@
 """The grouped GEMM by rows for sm_90 with w of codes and x of bf16, warp-specialised: "mixed input" in CUTLASS's words.
 
-w's codes become bf16 in registers (dequantize.py) and are wgmma's left operand, rows of x its right one, so a tile lies
-across, BLOCK_N columns of w by BLOCK_M rows of x, and is turned back when it is stored. One warp loads codes, scales
-and x through TMA, BLOCK_K of the reduction a stage; w lies in blocks of 64 x 64. Of a tile each of two warpgroups has
-half of the columns; of a tile of 64 columns, for few rows, each has every other block of K, and the sums are added.
-Programs take tiles when they become free. The arguments are those of ``portable_plain.rows``, ``counter``, an int32
-that is zero before and after, and w's scales.
+w's codes become bf16 in registers (dequantize.py) and are wgmma's left operand, rows of x its right one. So a tile is
+transposed, BLOCK_N columns of w by BLOCK_M rows of x, and transposed back when it is stored. One warp loads codes,
+scales and x through TMA, BLOCK_K of the reduction a stage; w is stored in blocks of 64 x 64. Each of two warpgroups has
+half of a tile's columns; in a tile of 64 columns, for few rows, each has every other block of K, and the sums are
+added. Programs take tiles when they become free. The arguments are those of ``portable_plain.rows``, ``counter``, an
+int32 that is zero before and after, and w's scales.
 
-With ``DX``, dx[g] = dy[g] @ w[g]: in the kernel's words N is still the result's columns and K the reduction, so w's
+With ``DX``, dx[g] = dy[g] @ w[g]: in this kernel N is always the result's columns and K the reduction, so w's
 rows are K, and blocks of w are transposed as they become bf16.
 
-LOW_RANK code has more of the reduction after that of x and w, in steps of 64: low_x and low_w, both of bf16, as in
-kernels/hopper_plain/fitted.py. low_w is wgmma's left operand as it lies in shared memory, a tile's columns of it in a
-place of their own.
+LOW_RANK code continues the reduction after that of x and w, in steps of 64: low_x and low_w, both of bf16, as in
+kernels/hopper_plain/fitted.py. low_w is wgmma's left operand directly from shared memory, where a tile's columns of
+low_w have their own buffer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ..hopper_plain.fitted import GRAIN, _fit
 from .blocks import block_of, x_tile_of
 from .dequantize import biased_across, blocks_per_scale, codes_of, places_of, scale_bytes_of, scaled, words_of
 
-BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and of K, that lie together
+BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and elements of K, in a block
 
 
 @gluon.jit
@@ -70,7 +70,7 @@ def _load_codes(
 ):
     """The loading warp: see ``rows._load_rows``. A stage has blocks of a tile's columns, and boxes of its rows.
 
-    Blocks that lie one after the other in memory come at once: of w's columns, which are K, with ``DX`` N.
+    Blocks that are adjacent in memory are loaded together: of w's columns, which are K, with ``DX`` N.
     """
     x, w, w_scale, low_x, low_w, a, s, b, low, full, empty, used, queue, filled, free, m_sizes, counter = loads
     WIDE: gl.constexpr = BLOCK_N // BLOCK  # blocks of columns of a tile
@@ -176,12 +176,12 @@ def _multiply_codes(
     DX: gl.constexpr,
     LOW_RANK: gl.constexpr,
 ):
-    """One warpgroup: its columns of every tile, or its blocks of K, and the way out.
+    """One warpgroup: multiply its columns of every tile, or its blocks of K, and store them.
 
-    The next block's codes become bf16 while this one's product is under way, which is over before the next begins, of
-    codes of 4 bits before the next but one (LATE). None is under way at a step's end: with sums in flight across it
-    ptxas waits for each instruction. AHEAD code makes blocks across stages, too, which keeps each stage for longer: it
-    pays where a stage is short.
+    The next block's codes become bf16 while this block's product runs. The product ends before the next one begins, or
+    for codes of 4 bits before the next but one (LATE). No product runs across a step's end: with sums in flight ptxas
+    waits for each instruction. AHEAD code makes blocks across stages, too, which keeps each stage for longer: it pays
+    if a stage is short.
     """
     a, s, b, low, full, empty, used, queue, filled, free, buffers, sums, summed, y, moved, outer, noted = own
     AHEAD: gl.constexpr = FITTED and BLOCK_K == BLOCK
@@ -216,7 +216,7 @@ def _multiply_codes(
                 mbarrier.wait(full.index(stage), phase)
                 now = block_of(a, s, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, DX, OPERAND)
             last = stage
-            before = now  # what a product that is under way reads
+            before = now  # the running product still reads this operand
             for unit in gl.static_range(UNITS):
                 k = 2 * unit + half if SPLIT else unit // MINE
                 x_tile = x_tile_of(b, last, k, BLOCK_M, BLOCK_K)
@@ -357,7 +357,7 @@ def rows_wna16(
 ):
     """y[to(m), n] = weight(m) * (sum_k x[m, k] * w[expert of m, n, k] + bias[expert of m, n]), w = codes x scales.
 
-    ``portable_plain.rows`` of rows that nothing gathers. w and w_scale are prepared, and seen as rows of blocks: int32
+    Like ``portable_plain.rows`` without a gather. w and w_scale are prepared, and seen as rows of blocks: int32
     [E * N / 64 * K / 64 * words, 256], and bytes [blocks / blocks per scale, bytes of a block]. w_outer are scales of
     experts, or of y's columns with ``stride_outer_e`` from one expert's to the next's; with ``DX`` it is w[.., k, n].
     """

@@ -157,9 +157,9 @@ def _multiply_mx8(
     DX: gl.constexpr,
     LOW_RANK: gl.constexpr,
 ):
-    """One warpgroup: its columns of every tile, or its blocks of K, and the way out.
+    """One warpgroup: multiply its columns of every tile, or its blocks of K, and store them.
 
-    The next block's codes become bf16 while this one's product is under way, which is over before the next begins.
+    The next block's codes become bf16 while this block's product runs, which ends before the next product begins.
     AHEAD code makes blocks across stages, too, as in ``rows.py``.
     """
     a, s, b, low, full, empty, used, queue, filled, free, buffers, sums, summed, y, moved, noted = own

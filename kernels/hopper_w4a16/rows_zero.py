@@ -1,6 +1,6 @@
 """The grouped GEMM by rows for sm_90 with w of int4 codes with zero points and x of bf16: ``rows.py`` for these.
 
-A tile, a stage, a block of w and the order in which programs take tiles are as in ``rows.py``. Beside the scales of a
+A tile, a stage, a block of w and the order in which programs take tiles are as in ``rows.py``. With the scales of a
 line of blocks, TMA loads their zero points, one byte each (dequantize_zero.py). FORMAT is the name of the format of the
 same codes and scales without zero points.
 """
@@ -58,7 +58,7 @@ def _load_zeroed(
 ):
     """The loading warp: see ``rows._load_rows``. A stage has blocks of a tile's columns, and boxes of its rows.
 
-    Blocks that lie one after the other in memory come at once: of w's columns, which are K, with ``DX`` N. What a step
+    Blocks that are adjacent in memory are loaded together: of w's columns, which are K, with ``DX`` N. What a step
     or a tile has beyond the expert's matrix is zero: another expert's scales, which may be NaN, are not read.
     """
     x, w, w_scale, w_zero, low_x, low_w, a, s, z, b, low, shared, m_sizes, counter = loads
@@ -168,10 +168,10 @@ def _multiply_zeroed(
     DX: gl.constexpr,
     LOW_RANK: gl.constexpr,
 ):
-    """One warpgroup: its columns of every tile, or its blocks of K, and the way out.
+    """One warpgroup: multiply its columns of every tile, or its blocks of K, and store them.
 
-    The next block's codes become bf16 while this one's product is under way, which is over before the next but one
-    begins. None is under way at a step's end, and AHEAD code makes blocks across stages, as in ``rows.py``.
+    The next block's codes become bf16 while this block's product runs, which ends before the next but one begins. No
+    product runs across a step's end, and AHEAD code makes blocks across stages, as in ``rows.py``.
     """
     a, s, z, b, low, shared, buffers, sums, summed, y, moved, noted = own
     full, empty, used, queue, filled, free = shared
@@ -206,7 +206,7 @@ def _multiply_zeroed(
                 mbarrier.wait(full.index(stage), phase)
                 now = zeroed_block_of(a, s, z, stage, half, 0, BLOCK_N, BLOCK_K, FORMAT, DX, OPERAND)
             last = stage
-            before = now  # what a product that is under way reads
+            before = now  # the running product still reads this operand
             for unit in gl.static_range(UNITS):
                 k = 2 * unit + half if SPLIT else unit // MINE
                 x_tile = x_tile_of(b, last, k, BLOCK_M, BLOCK_K)

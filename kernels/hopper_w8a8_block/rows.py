@@ -185,8 +185,8 @@ def _multiply_scaled(
             part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
             upper += part * scale[:, None]
             if both:
-                # Here the sums above are there: else the compiler begins on these products before it adds those, with
-                # the registers of two products, which there are not.
+                # The sums above end here: else the compiler starts the next products before it has added these, which
+                # needs the registers of two products, more than there are.
                 upper, part = warpgroup_mma_wait(num_outstanding=0, deps=(upper, part))
                 part = warpgroup_mma(a.index(stage * 2 + 1), b_tile, part, use_acc=False, is_async=True)
                 scale = _scales(s.index(stage), (row & 3) + 64, mma) * by
@@ -263,8 +263,8 @@ def rows_w8a8(
 ):
     """y[to(m), n] = weight(m) * (sum_g xs[g, m] * ws[e, n // 128, g] * sum_k x[m, k] * w[e, n, k] + bias[e, n]).
 
-    ``portable_plain.rows`` of rows that nothing gathers; e is the expert of m, and k runs over g's 128 of K. x is e4m3
-    [M, K], each 64 of K in ``K_ORDER`` (prepared_layout.py); x_scale is xs, fp32 [K / 128, M], M of whole fours.
+    Like ``portable_plain.rows`` without a gather; e is the expert of m, and k runs over g's 128 of K. x is e4m3
+    [M, K], each 64 of K in ``K_ORDER`` (prepared_layout.py); x_scale is xs, fp32 [K / 128, M], M padded to fours.
     w is prepared, and seen as blocks, int32 [K / 64, E * N / 64, 4, 256]; w_scale is ws, fp32 [E, N / 128, K / 128].
     Like ``rows_specialized`` y leaves through ``y_map``, in INDEXED code through pointers.
     """

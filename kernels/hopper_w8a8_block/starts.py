@@ -1,12 +1,12 @@
-"""The grouped GEMM of ``rows.py`` for rows of x that lie apart: codes and scales are read where they arrive.
+"""The grouped GEMM of ``rows.py`` for rows of x with gaps between experts: codes and scales are read in place.
 
 Expert e's rows begin at starts[e], or at e * room, in x and in y. x's codes are in their natural order of K, and w's
 are prepared, in ``K_ORDER``: the sixteen neighbours that a thread loads of a row hold all of its codes of 64 of K, and
 two byte permutations make two words of a product's left operand. That operand is in registers.
 
 Each warpgroup has 64 of a tile's 128 rows and all of its 256 columns: no code of x is read twice. A step moves 128 KB
-through shared memory: 1,024 clocks, as many as the tensor cores take. By columns it would be 144 KB, and with codes put
-in order in shared memory 176 KB (docs/inside/trials.md, codes-in-place).
+through shared memory: 1,024 clocks, as many as the tensor cores take. Split by columns it would be 144 KB, and with
+codes reordered in shared memory 176 KB (docs/inside/trials.md, codes-in-place).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from ..gluon.pipeline import (
 
 ROWS: gl.constexpr = gl.constexpr(128)  # of a tile
 COLUMNS: gl.constexpr = gl.constexpr(256)
-GROUP: gl.constexpr = gl.constexpr(128)  # of K, and columns, that share a scale
-BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and of K, that lie together
+GROUP: gl.constexpr = gl.constexpr(128)  # elements of K, and columns, that share a scale
+BLOCK: gl.constexpr = gl.constexpr(64)  # rows of w, and elements of K, in a block
 
 
 def _prepared() -> gl.SharedLinearLayout:
@@ -71,7 +71,7 @@ _TWO_WORDS: gl.constexpr = gl.constexpr("prmt.b32 $0, $2, $3, 0x1504; prmt.b32 $
 
 @gluon.jit
 def _number(words, step, i, inside):
-    """An entry of int32, or of int64 if ``step`` is 2, as int64; 0 where it is not ``inside``."""
+    """An entry of int32, or of int64 if ``step`` is 2, as int64; 0 for entries not ``inside``."""
     word = words + i * step
     low = gl.load(word, mask=inside, other=0).to(gl.int64)
     high = gl.load(word + (step - 1), mask=inside, other=0).to(gl.int64)
@@ -80,7 +80,7 @@ def _number(words, step, i, inside):
 
 @gluon.jit
 def _rows_of(placed, e, inside, M):
-    """(the first row of expert e, how many it has): as ``rowops.place`` says, all of them among M rows."""
+    """(first row, number of rows) of expert e, cut to the M rows like in ``rowops.place``."""
     m_sizes, starts, room, m_sizes_step, starts_step = placed
     first = e.to(gl.int64) * room
     if starts_step != 0:
@@ -119,8 +119,8 @@ def _load_both(
 ):
     """The loading warp: see ``rows._load_both``.
 
-    A step's scales are copied one by one, of x for each row, then w's: a warpgroup that loads them itself waits for
-    them in each step, as it moves those of the next one into the registers of this one's.
+    A step's scales are copied to shared memory one by one: x's for each row, then w's. If a warpgroup loaded them
+    itself, it would wait in each step, because the next step's scales go into the registers of the current step's.
     """
     AHEAD: gl.constexpr = 4  # steps
     layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [1], [0])
@@ -204,7 +204,7 @@ def _left(a, at, MMA: gl.constexpr):
 
 @gluon.jit
 def _product(left, right, b, at, MMA: gl.constexpr):
-    """128 of K of 64 rows of x by 64 columns of w, those ``at`` and ``at + 2`` of the ring: on its way."""
+    """Start the product of 128 of K: 64 rows of x by 64 columns of w, the tiles ``at`` and ``at + 2`` of the ring."""
     result = gl.zeros([64, 64], gl.float32, MMA)
     result = warpgroup_mma(left, b.index(at).permute((1, 0)), result, use_acc=False, is_async=True)
     return warpgroup_mma(right, b.index(at + 2).permute((1, 0)), result, is_async=True)
@@ -221,10 +221,10 @@ def _scales(s, stage, row, part, MMA: gl.constexpr):
 
 @gluon.jit
 def _add_columns(sums_0, sums_1, sums_2, sums_3, a, b, s, stage, half, MMA: gl.constexpr):
-    """The sums of 64 rows, 64 columns each, and a step's products times their scales.
+    """Add a step's products, times their scales, to the sums of 64 rows by 4 x 64 columns.
 
-    Two products are under way at a time, and what is added is there before the next begins: else the compiler adds it
-    later, with the registers of three.
+    Two products run at a time. Each is added before the next begins; otherwise the compiler adds it later, and needs
+    the registers of three products.
     """
     left, right = _left(a, stage * 4 + half * 2, MMA)
     even = _product(left, right, b, stage * 8, MMA)
@@ -263,7 +263,7 @@ def _multiply(
     STAGES: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
-    """One warpgroup: its 64 rows of every tile, in products of 64 columns, and the way out."""
+    """One warpgroup: multiply its 64 rows of every tile, in products of 64 columns, and store them."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 32])
     stage, phase, slot, turn = begin()
     row, col, row_end, word, _e, _f = take_all(queue, filled, free, slot, turn, 4)

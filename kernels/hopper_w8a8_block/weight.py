@@ -37,7 +37,7 @@ ROWS: gl.constexpr = gl.constexpr(128)  # rows of a tile
 COLUMNS: gl.constexpr = gl.constexpr(256)
 GROUP: gl.constexpr = gl.constexpr(128)  # rows of an expert that share a scale
 # Values of ``dw_flags``, as in kernels/hopper_w8a8_block/__init__.py.
-ADDS: gl.constexpr = gl.constexpr(1)  # to what dw holds
+ADDS: gl.constexpr = gl.constexpr(1)  # add to dw instead of overwriting it
 FP32: gl.constexpr = gl.constexpr(2)  # dw's dtype
 
 
@@ -183,7 +183,7 @@ def _multiply_columns(
             scale = _scales(s.index(stage), 0, mma) * by
             part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
             upper += part * scale[:, None]
-            # Here the sums above are there: see ``rows._multiply_scaled``.
+            # The sums above end here: see ``rows._multiply_scaled``.
             upper, part = warpgroup_mma_wait(num_outstanding=0, deps=(upper, part))
             part = warpgroup_mma(a.index(stage * 2 + 1), b_tile, part, use_acc=False, is_async=True)
             scale = _scales(s.index(stage), 1, mma) * by

@@ -84,7 +84,7 @@ def _constants(spec: Spec, arch: Arch) -> Constants:
 
 
 def _order(spec: Spec, _arch: Arch, reduction: int) -> Order:
-    """The tensor cores sum parts of K; of a tile of 64 columns each warpgroup has half of every step."""
+    """The order of sums: tensor cores sum parts of K; in a tile of 64 columns a warpgroup sums half of every step."""
     c = spec.config
     split, parts = c.block_n == BLOCK, reduction > PART
     packs = parts and c.block_m * max(1, c.block_n // 128) > _MOST_SUMS

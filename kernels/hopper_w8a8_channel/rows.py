@@ -380,7 +380,7 @@ def rows_w8a8_channel(
 ):
     """y[to(m), n] = weight(m) * (xs[m] * ws[e, n] * sum_k x[m, k] * w[e, n, k] + bias[e, n]).
 
-    ``portable_plain.rows`` of rows that nothing gathers; e is the expert of m. x is e4m3 [M, K], each 64 of K in
+    Like ``portable_plain.rows`` without a gather; e is the expert of m. x is e4m3 [M, K], each 64 of K in
     ``K_ORDER`` (runtime/weights/prepared_layout.py); x_scale is xs, fp32 [M]. w is prepared, and seen as blocks, int32
     [E * N / 64, K / 16, 256]; w_scale is ws, fp32 [E, N]. y leaves through ``y_map`` where BLOCK_M is 64 and more, in
     INDEXED code through pointers.

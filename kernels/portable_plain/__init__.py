@@ -142,9 +142,9 @@ def _turned(spec: Spec, arch: Arch) -> bool:
 
 
 def order_of_plain(spec: Spec, arch: Arch, _reduction: int) -> Order:
-    """One sum over all of K: a tile's steps and zeros past K change nothing of it.
+    """One sum over all of K, whatever a tile's steps are; zeros past K don't change it.
 
-    tf32 on wgmma takes w from shared memory, or from registers (``_turned``): nobody compared their bits.
+    tf32 on wgmma takes w from shared memory, or from registers (``_turned``): these are not known to give equal bits.
     """
     low, rounds = Fusion.LOW_RANK in spec.fusion, Fusion.SILU not in spec.fusion
     if spec.dtype is DType.FP32:

@@ -1,7 +1,7 @@
 """Find the tile of a program that has only one: each warp counts the experts' rows by itself, in PTX.
 
-Triton spreads a vector over all warps, so each sum and each search of one is a dozen shuffles, and a barrier or two.
-Where a launch takes 15 us that is 1 us of it. Here a lane of each warp has one expert of 32, sums of 32 are one
+Triton spreads a vector over all warps, so each sum or search over a vector takes a dozen shuffles and a barrier or two:
+1 us of a launch of 15 us. Here a lane of each warp has one expert of 32, sums of 32 are one
 instruction (``redux.sync``, sm_80 and later), and no warp waits for another: 1.03 x as fast at one token on an H200
 (docs/inside/trials.md, counting).
 """
@@ -21,8 +21,9 @@ _MANY = 16
 def text(chunks: int) -> str:
     """The PTX, for 32 experts times ``chunks``.
 
-    $0 the expert that tile row $8 belongs to, or -1, $1 the tile rows before it, $2 its first row, $3 its end row, of
-    $4 m_sizes, $5 m_sizes_step, $6 M, $7 E, and tiles of $9 + 1 rows. A count below zero is zero, and no row passes M.
+    Results: $0 the expert of tile row $8, or -1, $1 the number of tile rows before the expert, $2 its first row, $3 its
+    end row. Inputs: $4 m_sizes, $5 m_sizes_step, $6 M, $7 E, $8 the tile row; tiles have $9 + 1 rows. A count below
+    zero is zero, and no row passes M.
     """
     lines = [
         ".reg .pred in, wide, here, some; .reg .b64 at, stride;",
@@ -101,9 +102,9 @@ def _ask(part, m_sizes, m_sizes_step, M, E, TEXT: tl.constexpr, BLOCK_M: tl.cons
 
 @triton.jit
 def find(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
-    """(whether there is such a tile, its expert, row tile, column tile, the expert's first and end row), E up to 512.
+    """(whether the tile exists, its expert, row tile, column tile, the expert's first and end row), E up to 512.
 
-    (Of 2^26 rows and more, counts that ask for more than there is may get rows of others.)
+    If m_sizes sum to more than M, and M is at least 2^26, an expert may get rows of others.
     """
     part = tile // tiles_n
     if E <= _FEW_EXPERTS:
@@ -113,7 +114,7 @@ def find(tile, m_sizes, m_sizes_step, M, E, tiles_n, BLOCK_M: tl.constexpr, GROU
     rows = row_end - row_start
     tile_m = 0
     tile_n = tile - before * tiles_n
-    # Counts that ask for more than there is make tiles without rows.
+    # If m_sizes sum to more than M, some tiles have no rows.
     there = (expert >= 0) & (expert < E) & (tile_n < tl.cdiv(rows, BLOCK_M) * tiles_n)
     if there & (rows > BLOCK_M):
         tile_m, tile_n = place(tile_n, rows, tiles_n, BLOCK_M, GROUP_M)

@@ -1,6 +1,6 @@
-"""The row-grouped GEMM y[g] = x[g] @ w[g].T, its operands through pointers or TMA, its rows moved on the way.
+"""The row-grouped GEMM y[g] = x[g] @ w[g].T, with operands through pointers or TMA, and rows gathered or scattered.
 
-One source serves the forward and dX (dx[g] = dy[g] @ w[g]): in the kernel's words N is the result's
+One source serves the forward and dX (dx[g] = dy[g] @ w[g]): in this kernel N is always the result's
 columns and K the reduction, and ``W_KN`` says that w's columns are the contiguous ones.
 """
 
@@ -29,7 +29,7 @@ _WEIGHT: tl.constexpr = tl.constexpr(4)
 _BIAS: tl.constexpr = tl.constexpr(8)
 _TO_CLEAR: tl.constexpr = tl.constexpr(2 | 16)  # SCATTER and ZERO_TAIL
 _CLEARED: tl.constexpr = tl.constexpr(16)  # rows for a program: CLEARER_ROWS in kernels/entry.py
-_FEW_ROWS: tl.constexpr = tl.constexpr(32)  # of a tile whose loads leave out the rows past the end
+_FEW_ROWS: tl.constexpr = tl.constexpr(32)  # rows of the largest tile whose loads leave out rows past the end
 
 
 @triton.jit
@@ -50,9 +50,9 @@ def _store_rows(
     flags,
     INDEXED: tl.constexpr,
 ):
-    """Stores a tile; rows past the expert's end and columns past N are left as they are.
+    """Store a tile; rows past the expert's end and columns past N stay unchanged.
 
-    Rows and columns are counted anew here: kept from before the loop they would cost registers in it.
+    Rows and columns are computed again here: kept during the loop they would cost registers.
     """
     row = row_m.to(tl.int64) + tl.arange(0, acc.shape[0])
     col = col_n + tl.arange(0, acc.shape[1])
@@ -147,7 +147,7 @@ def _tile(
     k = tl.arange(0, BLOCK_K)
     if not X_TMA:
         # Rows past the end read the last row again, and what they compute is never stored. Small tiles leave them out:
-        # with one token most lie past the end, and all programs would read the same lines (0.95 x as fast:
+        # with one token most rows are past the end, and all programs would read the same lines (0.95 x as fast:
         # docs/inside/trials.md, gathered-few-rows).
         row = row_m.to(tl.int64) + tl.arange(0, BLOCK_M)
         there = row < row_end

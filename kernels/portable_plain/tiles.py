@@ -1,4 +1,4 @@
-"""The parts that every grouped-GEMM kernel shares: which rows an expert has, and which tile is whose."""
+"""The functions that every grouped-GEMM kernel shares: an expert's rows, and a tile's expert."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def expert_rows(m_sizes, m_sizes_step, M, E, first, row, EXPERTS: tl.constexpr):
     """First row and end row of the experts from ``first`` on, whose rows begin at ``row``: each [EXPERTS] int32.
 
     ``m_sizes`` points at int32 words; a step of 2 means int64 counts (little endian). A count below
-    zero is zero, and no expert's rows pass M, whatever the counts say. (Sums stay below 2^31: counts that ask for
-    more than there is get rows of others only where M is 2^30 or more.)
+    zero is zero, and no expert's rows pass M, whatever the counts are. If the counts sum to more
+    than M, and M is at least 2^30, an expert may get rows of others.
     """
     expert = first + tl.arange(0, EXPERTS)
     word = m_sizes + expert * m_sizes_step

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .tiles import expert_rows
 
-_ENTRIES: tl.constexpr = tl.constexpr(256)  # of the index, looked at at a time
+_ENTRIES: tl.constexpr = tl.constexpr(256)  # entries of the index that are read at a time
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def clear_unnamed(
 ):
     """y[r] = 0 for each r in [first_row, first_row + ROWS) and below index_end that is no index[i], i < sum(m_sizes).
 
-    An index is its low word, as ``tiles.flat_index`` has it: what is cleared here is nowhere stored to.
+    Only an index's low word counts, as in ``tiles.flat_index``: no row is both cleared and stored to.
     """
     used = 0
     for first in tl.range(0, E, EXPERTS):

@@ -9,20 +9,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_E2M1: tl.constexpr = tl.constexpr(2.0**126)  # ``_e2m1_of`` and ``_e4m3_of`` place bits that are too small by this
-_E4M3: tl.constexpr = tl.constexpr(2.0**120)
+_E2M1: tl.constexpr = tl.constexpr(2.0**126)  # the bits in ``_e2m1_of`` are too small by this
+_E4M3: tl.constexpr = tl.constexpr(2.0**120)  # the bits in ``_e4m3_of`` are too small by this
 _BLOCK: tl.constexpr = tl.constexpr(64)  # rows, and columns, of a block of prepared codes
 
 
 @triton.jit
 def _e2m1_of(bits):
-    """The value of bits that have the sign at bit 31, the rest at bits 24 to 22; subnormal ones come right, too."""
+    """The value of bits with the sign at bit 31 and the rest at bits 24 to 22; correct for subnormal values, too."""
     return bits.to(tl.float32, bitcast=True) * _E2M1
 
 
 @triton.jit
 def _integer_of(code, ZERO: tl.constexpr):
-    """0 to 15, less ZERO: 2^23 + code is code in the last bits of a float."""
+    """code - ZERO as a float, code from 0 to 15: a float's bits with code last are 2^23 + code."""
     return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
 
 
@@ -97,7 +97,7 @@ def ordered(raw, CODES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def factor(raw, SCALES: tl.constexpr):
-    """Scales as they lie in memory, in float32."""
+    """Scales with their bits in memory, converted to float32."""
     if SCALES == "e8m0":
         bits = raw.to(tl.uint32)
         power = tl.where(bits == 0, 0x00400000, bits << 23).to(tl.float32, bitcast=True)  # 2^-127 is subnormal

@@ -1,7 +1,7 @@
 """The row-grouped GEMM of a quantised w, whose codes become x's type in registers: forward and dX.
 
-One source serves y[g] = x[g] @ w[g].T and, with ``DX``, dx[g] = dy[g] @ w[g]: in the kernel's words N is the result's
-columns and K the reduction, whichever of them w's rows are.
+One source serves y[g] = x[g] @ w[g].T and, with ``DX``, dx[g] = dy[g] @ w[g]: in this kernel N is always the result's
+columns and K the reduction, so w's rows are N or, with ``DX``, K.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _scales_at(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """One for each row and group of a tile's columns from ``column`` on: [ROWS, groups], 0 past the matrix."""
+    """A scale for each row and group of a tile's columns from ``column`` on: [ROWS, groups], 0 past the matrix."""
     if GROUP == 0:
         raw = tl.load(scales + row[:, None], mask=(row < R)[:, None], other=0)
     else:
@@ -229,9 +229,9 @@ def coded(
     rows.py. An element of w is (code - zero) * (scale * outer) in float32, rounded once to x's type; sums are float32.
 
     w is E matrices of R x C, [N, K] or with DX [K, N], of codes ``CODES`` (e2m1, e4m3, int4 whose zero is 8, or uint4),
-    each a row's after the other's or in the ORDER that prepared_layout.py numbers. ``SCALES`` is the type of
-    w_scale: one for each SCALE_ROWS x GROUP of a matrix, GROUP 0 being a whole row. With ZERO, w_zero has a byte beside
-    each, the zero; with OUTER, w_outer [E] float32 a scale of each expert. A program has one tile, as in rows.py.
+    stored row after row or in the ORDER that prepared_layout.py numbers. ``SCALES`` is the type of w_scale: a scale for
+    each SCALE_ROWS x GROUP of a matrix; GROUP 0 is a whole row. With ZERO, w_zero has a zero point, a byte, for each
+    scale; with OUTER, w_outer [E] float32 has a scale for each expert. A program has one tile, as in rows.py.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     clearing = 0

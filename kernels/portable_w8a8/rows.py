@@ -19,7 +19,7 @@ _TO_CLEAR: tl.constexpr = tl.constexpr(2 | 16)  # SCATTER and ZERO_TAIL
 _CLEARED: tl.constexpr = tl.constexpr(16)  # rows for a program: CLEARER_ROWS in kernels/entry.py
 _FEW_ROWS: tl.constexpr = tl.constexpr(32)  # as in kernels/portable_plain/rows.py
 _MOST: tl.constexpr = tl.constexpr(448.0)  # the largest e4m3 number
-_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite, 0 times that NaN
+_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # least scale: a smaller one's inverse is infinite, times 0 NaN
 
 
 @triton.jit

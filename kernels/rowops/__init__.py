@@ -204,7 +204,7 @@ _THREADS = {
     RowOp.ACTIVATION_ROW_CODES: (16, 8),
 }
 # Without a limit ptxas takes 80 for bf16, and fewer programs fit an SM: 1.09 x as long on an H100 from 8,192 rows on.
-# The others are what it takes without the loop over rows; what it hoists out of that takes up to 96.
+# The other limits are what ptxas takes without the loop over rows; what it hoists out of the loop takes up to 96.
 _MAX_REGISTERS = {
     RowOp.ACTIVATION_GRAD: 56,
     RowOp.ACTIVATION: 40,
@@ -217,15 +217,15 @@ _MAX_REGISTERS = {
     RowOp.QUANTIZE_BOTH: 128,
     RowOp.ACTIVATION_GRAD_CODES: 128,
 }
-# Whose programs loop until there are no more rows, so that any number of them will do.
+# Kernels whose programs loop until there are no more rows, so that any number of programs is right.
 _LOOPS = frozenset(RowOp) - {RowOp.SORT_SLOTS, RowOp.CLEAR, RowOp.PLACE_ROWS, RowOp.QUANTIZE_BLOCKS, *WEIGHT_OPS}
-# How many programs such a launch makes for each that the GPU holds at once. A program for rows that no expert has
+# A looping kernel's programs, for each program that the GPU holds at once. A program for rows that no expert has
 # costs 1 ns or more (an H200, expert_parallel); in one wave alone all would wait for the slowest SM.
 WAVES = 2
 # Rows that a program computes side by side; 1 for other kernels.
 _ROWS = {RowOp.ACTIVATION: 4, RowOp.ACTIVATION_CODES: 8, RowOp.ACTIVATION_ROW_CODES: 2}
-# Bytes of GATHER's result from which it reads each row of x once, in two launches. On an H200 they take as long as one
-# launch with 117 MB, less with 134 MB, longer with 42 MB (docs/inside/trials.md, gather-by-token).
+# Bytes of GATHER's result from which it reads each row of x once, in two launches. On an H200 two launches take as long
+# as one with 117 MB, less with 134 MB, longer with 42 MB (docs/inside/trials.md, gather-by-token).
 BY_TOKEN_LEAST_BYTES = 128 << 20
 _BY_ROW = (
     RowOp.ACTIVATION_GRAD,
@@ -347,7 +347,7 @@ class RowOpSpec(NamedTuple):
 
     @property
     def config(self) -> Block:
-        """The config of its program; for SORT_SLOTS a slot for each thread."""
+        """The config of the kernel's program; for SORT_SLOTS a slot for each thread."""
         if self.op is RowOp.SORT_SLOTS:
             return Block(256, 8)
         if self.op is RowOp.PLACE_ROWS:
@@ -541,7 +541,7 @@ def divisibility(spec: RowOpSpec) -> dict[str, int]:
 
 
 def constants(spec: RowOpSpec, sm: int = 0) -> dict[str, int]:
-    """Return the kernel's compile-time arguments for a capability; without one those that any GPU can run."""
+    """Return the kernel's compile-time arguments for a capability; for 0 the arguments that any GPU can run."""
     if spec.op in WEIGHT_OPS:
         return _format_constants(spec, sm)
     rows = {"ROWS": _ROWS[spec.op]} if spec.op in _ROWS else {}

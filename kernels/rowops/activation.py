@@ -55,8 +55,9 @@ def _tanh(x):
 
 @triton.jit
 def _act(g, flags, limit, alpha, beta):
-    """act(g) and act'(g) of a gate. But for relu2 and situ act(g) = g * s(g), where s is a sigmoid of a polynomial, or
-    gelu's own.
+    """act(g) and act'(g) of a gate.
+
+    Except for relu2 and situ, act(g) = g * s(g): s is a sigmoid of a polynomial, or for gelu (1 + erf) / 2.
     """
     kind = flags & _KIND
     near = tl.clamp(g, -_FAR, _FAR, propagate_nan=tl.PropagateNan.ALL)
@@ -89,7 +90,7 @@ def _act(g, flags, limit, alpha, beta):
 
 @triton.jit
 def _product(gate, up, flags, limit, alpha, beta, linear_beta):
-    """act(gate) * v(up), each activation in a branch without anything of the others.
+    """act(gate) * v(up), with a branch for each activation that has only its own operations.
 
     By ``_act`` the forward kernel takes 1.1 x as long.
     """
@@ -125,7 +126,7 @@ def _product(gate, up, flags, limit, alpha, beta, linear_beta):
 def _gate_and_up(h, at, inside, columns, first, flags, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Gate and up of rows' columns [first, first + BLOCK), in fp32; without a gate h itself and ones.
 
-    ``at`` says where the rows begin in h, ``inside`` which of them there are.
+    ``at`` is the offset of each row in h, ``inside`` a mask of rows.
     """
     if INTERLEAVED:
         both = 2 * first + tl.arange(0, 2 * BLOCK)
@@ -220,7 +221,7 @@ def _backward(
 ):
     """One row's dh and a, and its routing weight's gradient: dot(da, act(h)).
 
-    The weight is loaded after the row: its place comes from memory too, and nothing should wait for that.
+    The weight is loaded after the row, because its index is loaded first and the row must not wait for both.
     """
     sums = tl.zeros((row.shape[0], BLOCK), tl.float32)
     narrow = row_weights.to(tl.pointer_type(h.dtype.element_ty), bitcast=True)

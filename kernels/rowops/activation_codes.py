@@ -17,16 +17,16 @@ _INTERLEAVED: tl.constexpr = tl.constexpr(16)
 _GROUP: tl.constexpr = tl.constexpr(128)  # columns that share a scale
 _WORDS: tl.constexpr = tl.constexpr(32)  # words of 4 codes, for a group
 _MOST: tl.constexpr = tl.constexpr(448.0)  # the largest e4m3 number
-_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # least scale: a smaller one's inverse is infinite, 0 times that NaN
+_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # least scale: a smaller one's inverse is infinite, times 0 NaN
 
 
 @triton.jit
 def _half(
     h, at, inside, columns, first, HALF: tl.constexpr, flags, limit, alpha, beta, linear_beta, BLOCK: tl.constexpr
 ):
-    """act(gate) * up of eight of each 16 columns in [first, first + BLOCK), the first or the last: [rows, groups, 64].
+    """act(gate) * up of half ``HALF`` (0, 1) of each 16 columns in [first, first + BLOCK): [rows, groups, 64].
 
-    ``at`` says where the rows begin in h, ``inside`` which of them there are. float32, of values that h's dtype has.
+    ``at`` is the offset of each row in h, ``inside`` a mask of rows. Results are float32, rounded to h's dtype.
     """
     ROWS: tl.constexpr = at.shape[0]
     of_row, there = at[:, None, None], inside[:, None, None]

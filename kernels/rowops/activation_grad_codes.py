@@ -24,12 +24,12 @@ _SILU: tl.constexpr = tl.constexpr(0)
 _SITU: tl.constexpr = tl.constexpr(5)
 _WEIGHTED: tl.constexpr = tl.constexpr(64)
 _WRITES_DWEIGHTS: tl.constexpr = tl.constexpr(512)
-_NOTES: tl.constexpr = tl.constexpr(1024)  # the second launch, of the sums that the first noted
+_NOTES: tl.constexpr = tl.constexpr(1024)  # the second launch, which adds the sums that the first stored
 _NARROW: tl.constexpr = tl.constexpr(4096)
 _NARROW_DWEIGHTS: tl.constexpr = tl.constexpr(8192)
 _BLOCKS: tl.constexpr = tl.constexpr(65536)
-_PAIRS: tl.constexpr = tl.constexpr(64)  # of neighbouring columns of a tile
-_FAR: tl.constexpr = tl.constexpr(150.0)  # as activation.py
+_PAIRS: tl.constexpr = tl.constexpr(64)  # pairs of neighbouring columns of a tile
+_FAR: tl.constexpr = tl.constexpr(150.0)  # as in activation.py
 _PART: tl.constexpr = tl.constexpr(32)  # rows of a tile that are computed at a time
 _PARTS: tl.constexpr = tl.constexpr(4)
 
@@ -157,7 +157,7 @@ def activation_grad_codes(
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         PART: gl.constexpr = gl.BlockedLayout([16 // WARPS, 4], [2, 16], [WARPS, 1], [1, 0])
         OF_ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-        # gate, up and da, in whose places dgate, dup and a come
+        # gate, up and da, which dgate, dup and a overwrite
         parts = gl.allocate_shared_memory(gl.int32, [3 * _PARTS, _PART, _PAIRS], PLAIN)
         tiles = view(parts, gl.int32, [3, GROUP, _PAIRS], PLAIN)
         weights = gl.allocate_shared_memory(gl.float32, [_PARTS, _PART], FLAT)

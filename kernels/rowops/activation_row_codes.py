@@ -1,7 +1,7 @@
-"""The activation before a GEMM of codes: what ``activation`` makes of h, as the codes that ``quantize_rows`` makes.
+"""The activation before a GEMM of codes: the row kernels ``activation`` and ``quantize_rows`` fused into one.
 
-What is between the two is in registers, rounded to h's dtype as if it were stored: codes and scales are those of the
-two passes, bit for bit. A program has whole rows, for their scale: what it does not hold of a wide one is read twice.
+The activation is rounded to h's dtype in registers, so codes and scales equal those of the two row kernels, bit for
+bit. A program has whole rows, for their scale; the part of a wide row that it can't hold is read twice.
 """
 
 from __future__ import annotations

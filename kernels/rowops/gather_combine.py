@@ -13,8 +13,8 @@ _BY_TOKEN: tl.constexpr = tl.constexpr(2048)
 _NARROW: tl.constexpr = tl.constexpr(4096)
 _BIASED: tl.constexpr = tl.constexpr(16384)
 _ROWS: tl.constexpr = tl.constexpr(256)  # NOTED_ROWS
-_SLOTS: tl.constexpr = tl.constexpr(8)  # whose loads are under way at once
-_BIASED_SLOTS: tl.constexpr = tl.constexpr(4)  # each with two: more are more code, which comes from memory, too
+_SLOTS: tl.constexpr = tl.constexpr(8)  # slots whose loads run at the same time
+_BIASED_SLOTS: tl.constexpr = tl.constexpr(4)  # slots with a bias: more slots are more code, which is loaded, too
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _copy(x, out, token, row, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def _row_for(index, rows, end, slot, top_k, first, index_step):
-    """The row that takes its token from this slot, -1 where ``rows`` knows of none."""
+    """The row that takes its token from this slot; -1 if ``rows`` has none."""
     flat = first + slot
     row = tl.load(rows + flat, mask=slot < top_k, other=-1)
     there = (row >= 0) & (row < end)
@@ -43,7 +43,7 @@ def _spread(out, value, row, columns, col):
 
 @triton.jit
 def _by_token(x, index, rows, end, out, token, columns, top_k, index_step, BLOCK: tl.constexpr):
-    """Stores a token's row wherever ``rows`` and the index agree that it goes: it is read once."""
+    """Store a token's row to each row that ``rows`` and the index assign to it; the token is read once."""
     first = token * top_k
     for slot in tl.range(0, top_k, 4):
         a = _row_for(index, rows, end, slot, top_k, first, index_step)
@@ -126,7 +126,7 @@ def _added(
     WEIGHTED: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """The sum of a token's rows: nothing in the loop branches, so that its loads are under way together."""
+    """The sum of a token's rows: nothing in the loop branches, so its loads run at the same time."""
     SLOTS: tl.constexpr = _BIASED_SLOTS if BIASED else _SLOTS
     acc = tl.zeros((BLOCK,), tl.float32)
     for first in tl.range(0, top_k, SLOTS):
@@ -173,7 +173,7 @@ def combine(y, places, row_weights, experts, bias, out, M, columns, top_k, flags
         col = tile % blocks * BLOCK + tl.arange(0, BLOCK)
         inside = col < columns
         flat = token * top_k
-        # A loop for each case, so that none branches or has loads that only another case needs.
+        # A loop for each case, so that no loop branches or has loads that only another case needs.
         if (flags & _WEIGHTED) == 0:
             acc = _added(y, places, row_weights, experts, bias, flat, col, inside, columns, top_k, BLOCK, False, False)
         elif (flags & _NARROW) != 0:

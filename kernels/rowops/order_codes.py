@@ -8,7 +8,7 @@ import triton.language as tl
 # The values of kernels/rowops/__init__.py.
 _USED: tl.constexpr = tl.constexpr(32)
 _PICKED: tl.constexpr = tl.constexpr(32768)
-_SCALES: tl.constexpr = tl.constexpr(64)  # of a row, that are moved at once
+_SCALES: tl.constexpr = tl.constexpr(64)  # scales of a row that are moved at once
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def order_codes(
     if (flags & _USED) != 0:
         end = tl.minimum(tl.load(used), M)
     width = tl.cdiv(M, 4) * 4
-    # Of 64 columns k = 16 s + 8 h + 2 c + p is byte 16 c + 4 s + 2 p + (1 - h): h is turned round as x is read.
+    # Of 64 columns k = 16 s + 8 h + 2 c + p is byte 16 c + 4 s + 2 p + (1 - h): h is reversed as x is read.
     a = tl.arange(0, BLOCK // 16)[:, None, None]
     h = tl.arange(0, 2)[None, :, None]
     e = tl.arange(0, 8)[None, None, :]

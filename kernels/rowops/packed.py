@@ -25,7 +25,7 @@ def packed(a, b, c, d):
 
 @triton.jit
 def larger(a, b):
-    """The larger magnitudes, with either sign, of two words of two bfloat16 numbers; of a number and NaN the number."""
+    """The larger magnitudes, with either sign, of two words of two bfloat16 numbers; NaN loses to a number."""
     return tl.inline_asm_elementwise(
         "max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )

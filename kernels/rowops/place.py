@@ -5,12 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_EXPERTS: tl.constexpr = tl.constexpr(512)  # the most
+_EXPERTS: tl.constexpr = tl.constexpr(512)  # largest number of experts
 
 
 @triton.jit
 def _numbers(words, step, e, E):
-    """Entries of int32, or int64 if ``step`` is 2; zero for those that are not there."""
+    """Entries of int32, or int64 if ``step`` is 2; zero for entries past E."""
     word = words + e * step
     low = tl.load(word, mask=e < E, other=0).to(tl.int64)
     high = tl.load(word + (step - 1), mask=e < E, other=0).to(tl.int64)

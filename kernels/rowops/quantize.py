@@ -10,7 +10,7 @@ _USED: tl.constexpr = tl.constexpr(32)
 _PICKED: tl.constexpr = tl.constexpr(32768)
 _GROUP: tl.constexpr = tl.constexpr(128)  # columns that share a scale
 _MOST: tl.constexpr = tl.constexpr(448.0)  # the largest e4m3 number
-_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite, 0 times that NaN
+_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # least scale: a smaller one's inverse is infinite, times 0 NaN
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def quantize(x, index, used, codes, scale, M, columns, top_k, index_step, flags,
     if (flags & _USED) != 0:
         end = tl.minimum(tl.load(used), M)
     width = tl.cdiv(M, 4) * 4
-    # Of 64 columns k = 16 s + 8 h + 2 c + p is byte 16 c + 4 s + 2 p + (1 - h): h is turned round as x is read.
+    # Of 64 columns k = 16 s + 8 h + 2 c + p is byte 16 c + 4 s + 2 p + (1 - h): h is reversed as x is read.
     a = tl.arange(0, BLOCK // 16)[:, None, None]
     h = tl.arange(0, 2)[None, :, None]
     e = tl.arange(0, 8)[None, None, :]

@@ -1,4 +1,4 @@
-"""Weights as prepared codes of fp8 128x128 block, both of w and of w transposed, of one read: for fp8 training.
+"""Quantise weights for fp8 training: read w once, and write prepared fp8 128x128 block codes of w and of its transpose.
 
 Both have the same codes and scales in different places. A program has a block. A thread has eight columns of four rows
 n = 16 s + 8 h + 2 c + p, of which each h and p are a word of the transposed codes; see kernels/rowops/weights.py.
@@ -18,19 +18,19 @@ _ROWS: tl.constexpr = tl.constexpr(131072)  # ALONG_K
 _COLUMNS: tl.constexpr = tl.constexpr(262144)  # ALONG_N
 _GROUP: tl.constexpr = tl.constexpr(128)  # rows, and columns, that share a scale
 _MOST: tl.constexpr = tl.constexpr(448.0)  # the largest e4m3 number
-_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite
+_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # least scale: a smaller one's inverse is infinite
 _INFINITE: tl.constexpr = tl.constexpr(0x7F800000)  # magnitudes of at least these bits are infinite or NaN
 
 
 @triton.jit
 def _bits(left, right):
-    """The larger magnitudes of both, as bits: those of NaN are the largest."""
+    """The larger magnitudes of both, as bits; NaN's bits are the largest."""
     return tl.maximum(left.to(tl.int32, bitcast=True) & 0x7FFFFFFF, right.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _two(w, first, at, KIND: tl.constexpr):
-    """Eight columns [rows, s, 8] of some rows, and those eight further."""
+    """Eight columns [rows, s, 8] of some rows, and the next eight columns."""
     there = at >= 0
     return _load(w, first, at, there, KIND), _load(w, first, at + 8, there, KIND)
 

@@ -17,18 +17,18 @@ from .packed import larger, lower_of, packed, upper_of
 # Flags; kernels/rowops/__init__.py has equal values.
 PICKED: gl.constexpr = gl.constexpr(32768)
 BLOCKS: gl.constexpr = gl.constexpr(65536)
-_EXPERTS: gl.constexpr = gl.constexpr(512)  # the most
+_EXPERTS: gl.constexpr = gl.constexpr(512)  # largest number of experts
 GROUP: gl.constexpr = gl.constexpr(128)  # rows that share a scale
-_WORDS: gl.constexpr = gl.constexpr(32)  # of four codes, of a column and group
-_PAIRS: gl.constexpr = gl.constexpr(64)  # of neighbouring columns of a tile
+_WORDS: gl.constexpr = gl.constexpr(32)  # words of four codes of a column and group
+_PAIRS: gl.constexpr = gl.constexpr(64)  # pairs of neighbouring columns of a tile
 _AHEAD: gl.constexpr = gl.constexpr(4)  # blocks of columns for which a program looks up its rows once
 _MOST: gl.constexpr = gl.constexpr(448.0)  # the largest e4m3 number
-_LEAST: gl.constexpr = gl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite, 0 times that NaN
+_LEAST: gl.constexpr = gl.constexpr(2.0**-126)  # least scale: a smaller one's inverse is infinite, times 0 NaN
 
 
 @gluon.jit
 def factor_of(most):
-    """The scale of elements of which ``most`` is the largest magnitude."""
+    """The scale of elements whose largest magnitude is ``most``."""
     factor = most * (1.0 / _MOST)
     return gl.where(factor > 0, gl.maximum(factor, _LEAST), 1.0)
 
@@ -42,7 +42,7 @@ def _smaller(first_a, second_a, first_b, second_b):
 def locate(group, group_ends, ends, M):
     """The first row of a group of 128 rows, and the end of its expert's rows."""
     done = group_ends <= group
-    # What the groups up to an expert have room for beyond its rows never falls from an expert to the next.
+    # ends - group_ends * GROUP never rises from an expert to the next, so its minimum is the latest complete expert's.
     spare, end = gl.reduce((gl.where(done, ends - group_ends * GROUP, 0), gl.where(done, M, ends)), 0, _smaller)
     return group * GROUP + spare, end
 
@@ -57,7 +57,7 @@ def groups_of(m_sizes, m_sizes_step, M, E):
 
 @gluon.jit
 def divider(top_k):
-    """The number that ``divided`` multiplies by."""
+    """The factor top_k's inverse, 2^32 / top_k rounded up, that ``divided`` multiplies by."""
     return (gl.full([1], 1 << 32, gl.int64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) // top_k + 1).sum(0)
 
 
@@ -79,9 +79,9 @@ def quarters(tile):
 
 @gluon.jit
 def store_columns(tile, codes, scale, group, block, columns, places, flags):
-    """Codes along M of 128 rows of 128 bfloat16 numbers, in words of two: of ``group``, and the 128 columns ``block``.
+    """Quantise 128 rows (a group) by the 128 columns ``block`` along M, and store codes and scales.
 
-    A thread has four words of eight rows.
+    The tile has words of two bfloat16 numbers. A thread has four words of eight rows.
     """
     WARPS: gl.constexpr = gl.num_warps()
     REDUCED: gl.constexpr = gl.BlockedLayout([4, 1], [WARPS // 2, 64 // WARPS], [1, WARPS], [1, 0])
@@ -130,7 +130,7 @@ def largest_of_rows(tile):
 
 @gluon.jit
 def store_rows(tile, codes, scale, first, row_end, block, columns, M):
-    """Codes along K, as ``quantize`` writes them, of 128 rows from ``first`` on and the 128 columns ``block``.
+    """Quantise 128 rows from ``first`` on by the 128 columns ``block`` along K, and store codes like ``quantize``.
 
     A thread has eight words of four rows, as ``WIDE``.
     """
@@ -152,7 +152,7 @@ def store_rows(tile, codes, scale, first, row_end, block, columns, M):
 
 @gluon.jit
 def _copy(tile, at, block, inside, pairs, LAYOUT: gl.constexpr):
-    """Begin to copy words of 128 columns of rows of x that begin ``at``; zeros where ``inside`` is not."""
+    """Begin to copy words of 128 columns from rows of x at ``at``; zeros for rows not ``inside``."""
     pair = block * _PAIRS + gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, LAYOUT))
     async_load(tile, at + pair[None, :], mask=inside & (pair < pairs)[None, :])
     async_copy.commit_group()
@@ -177,7 +177,7 @@ def _quantize(
     flags,
     ROWS: gl.constexpr,
 ):
-    """Codes along M, and with ROWS along K."""
+    """Store codes along M, and with ROWS also along K."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([64 // gl.num_warps(), 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     WIDE: gl.constexpr = gl.BlockedLayout([32 // gl.num_warps(), 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
@@ -287,9 +287,9 @@ def quantize_both(
     flags,
     BLOCK: gl.constexpr,
 ):
-    """``quantize_columns`` and ``quantize`` of one read: codes along M, transposed, and codes along K.
+    """``quantize_columns`` and ``quantize`` in one read: codes along M, transposed, and codes along K.
 
-    codes are bytes [M, columns], scale fp32 [columns / 128, M], as ``quantize`` writes them of rows that have an
+    codes are bytes [M, columns], scale fp32 [columns / 128, M], as ``quantize`` writes them for rows that have an
     expert.
     """
     _quantize(

@@ -1,4 +1,4 @@
-"""Rows of x as codes: e4m3 with a scale for each row, for products whose w has a scale a row, too."""
+"""Rows of x as codes: e4m3 with a scale for each row, for products whose w also has a scale for each row."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import triton.language as tl
 _USED: tl.constexpr = tl.constexpr(32)
 _PICKED: tl.constexpr = tl.constexpr(32768)
 _MOST: tl.constexpr = tl.constexpr(448.0)  # the largest e4m3 number
-_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite, 0 times that NaN
+_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # least scale: a smaller one's inverse is infinite, times 0 NaN
 
 
 @triton.jit
 def _scale(most):
-    """The scale of elements of which ``most`` is the largest magnitude."""
+    """The scale of elements whose largest magnitude is ``most``."""
     factor = most * (1.0 / _MOST)
     return tl.where(factor > 0, tl.maximum(factor, _LEAST), 1.0)
 
 
 @triton.jit
 def _values(at, first, columns, BLOCK: tl.constexpr):
-    """A row's columns [first, first + BLOCK), float32 [BLOCK / 16, 2, 8]: eights change places, for ``_store``."""
+    """A row's columns [first, first + BLOCK), float32 [BLOCK / 16, 2, 8], in the column order that ``_store`` wants."""
     a = tl.arange(0, BLOCK // 16)[:, None, None]
     h = tl.arange(0, 2)[None, :, None]
     e = tl.arange(0, 8)[None, None, :]

@@ -11,8 +11,8 @@ _ADDS: tl.constexpr = tl.constexpr(2)
 _PLACES: tl.constexpr = tl.constexpr(4)
 _BINS: tl.constexpr = tl.constexpr(512)  # the most experts
 _FEW_BINS: tl.constexpr = tl.constexpr(256)
-_CHUNKS: tl.constexpr = tl.constexpr(128)  # of which the counts are added up at a time, for
-_COLUMNS: tl.constexpr = tl.constexpr(32)  # so many experts
+_CHUNKS: tl.constexpr = tl.constexpr(128)  # chunks whose counts are added up at a time
+_COLUMNS: tl.constexpr = tl.constexpr(32)  # experts whose counts are added up at a time
 _OTHERS: tl.constexpr = tl.constexpr(16)  # slots that each slot of a chunk is compared with at a time
 
 
@@ -32,7 +32,7 @@ def _before(expert, experts, slots, alone, BLOCK: tl.constexpr):
 
     Each thread has one slot and compares it with all others.
     """
-    # (expert, slot) is one number: one unsigned comparison counts those from ``least`` up to the slot's own.
+    # (expert, slot) is one number: one unsigned comparison counts the numbers from ``least`` up to the slot's own.
     least = tl.where(alone, 0, expert * BLOCK)
     own = (expert * BLOCK + tl.arange(0, BLOCK) - least).to(tl.uint32)
     count = tl.zeros((BLOCK,), tl.int32)

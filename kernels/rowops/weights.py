@@ -24,14 +24,14 @@ _LOOKS: tl.constexpr = tl.constexpr(16)
 _E4M3: tl.constexpr = tl.constexpr(0)
 _E2M1: tl.constexpr = tl.constexpr(1)
 _INT4: tl.constexpr = tl.constexpr(2)
-_PART: tl.constexpr = tl.constexpr(32)  # rows of a tile with a scale that are read at once, but for bf16
+_PART: tl.constexpr = tl.constexpr(32)  # rows of a tile with one scale that are read at a time, except in bf16
 _OF_BLOCK: tl.constexpr = tl.constexpr(0)  # SCALE: an fp32 scale for each tile
 _OF_ROW: tl.constexpr = tl.constexpr(1)  # an fp32 scale for each row
 _E8M0: tl.constexpr = tl.constexpr(2)  # this and all below: a scale for each GROUP columns of a row
 _BY_OUTER: tl.constexpr = tl.constexpr(3)  # e4m3, times a scale of the expert
 _BF16: tl.constexpr = tl.constexpr(4)
 _BF16_ZERO: tl.constexpr = tl.constexpr(5)  # with a zero point
-_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # scale: the inverse of a smaller one is infinite
+_LEAST: tl.constexpr = tl.constexpr(2.0**-126)  # least scale: a smaller one's inverse is infinite
 # What ``_near`` adds: 2^BITS * (150 - BITS + log2(LEAST)).
 _OFFSET_E4M3: tl.constexpr = tl.constexpr(8 * 141)
 _OFFSET_E2M1: tl.constexpr = tl.constexpr(2 * 149)
@@ -63,9 +63,9 @@ def _load(w, first, at, there, KIND: tl.constexpr):
 
 @triton.jit
 def _half(w, first, row_at, column, there, KIND: tl.constexpr):
-    """Read half a tile: (numbers of p = 0, numbers of p = 1), each [rows, s, c]; of bf16 each is int32 with both.
+    """Read half a tile: (numbers of p = 0, numbers of p = 1), each [rows, s, c]; both are the int32 pairs for bf16.
 
-    ``first``, int64, is the expert's place, row_at [rows, 1, 1] a row's place in it, column [1, s, 1] each s's first.
+    Offsets: ``first``, int64, of the expert, row_at [rows, 1, 1] of each row in it, column [1, s, 1] of each s.
     """
     if KIND == 0:
         pairs = w.to(tl.pointer_type(tl.int32), bitcast=True) + (first >> 1)
@@ -108,7 +108,7 @@ def _near(value, inverse, MOST: tl.constexpr, LEAST: tl.constexpr, BITS: tl.cons
     binade = (tl.maximum(size, LEAST).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     STEPS: tl.constexpr = 2.0 ** (23 - BITS)
     bits = (binade * STEPS + size).to(tl.int32, bitcast=True)
-    return bits + (bits >> (23 - BITS))  # its last bits count steps, its exponent binades
+    return bits + (bits >> (23 - BITS))  # the last bits count steps, the exponent powers of two
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def _invertible(factor):
 
 @triton.jit
 def _in_bf16(factor):
-    """Positive numbers as bf16 has them: bits, in int32."""
+    """Positive numbers rounded to bf16: their bits, in int32."""
     bits = factor.to(tl.int32, bitcast=True)
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
@@ -288,7 +288,7 @@ def _bytes_of(half, ELEMENTS: tl.constexpr):
 
 @triton.jit
 def _put_stored(stored, expert, row, first, rows, columns, left, right, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr):
-    """So as a checkpoint's codes."""
+    """Store both halves of a tile as a checkpoint's codes."""
     BYTES: tl.constexpr = 8 if ELEMENTS == _E4M3 else 4
     at, there = _place_stored(row, first, rows, columns, ELEMENTS, BLOCK)
     stored += expert * (rows * (columns // 8 * BYTES))
@@ -340,7 +340,7 @@ def _place_of_scale(row, first, rows, columns, flags, GROUP: tl.constexpr, GROUP
 
 @triton.jit
 def _most(parts, GROUPS: tl.constexpr, WIDE: tl.constexpr):
-    """The largest number of each group of a tile: [rows, groups]. ``parts`` are those of ``_tile``."""
+    """The largest number of each group of a tile: [rows, groups]. ``parts`` are the results of ``_tile``."""
     every = tl.maximum(tl.maximum(parts[0], parts[1]), tl.maximum(parts[2], parts[3]))
     return tl.max(tl.reshape(tl.max(every, 2), (every.shape[0], GROUPS, WIDE // GROUPS)), 2)
 
@@ -418,12 +418,12 @@ def _groups(tensors, sizes, flags, KIND: tl.constexpr, FORMAT: tl.constexpr, ROW
 
 @triton.jit
 def _tiles(tensors, sizes, flags, CONVERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Quantise a tile of bf16 that has one scale: read once, and kept in registers as it is."""
+    """Quantise a tile of bf16 that has one scale: w is read once, and kept in registers as bf16."""
     w, words, scales, _, _ = tensors
     rows, columns, _, _ = sizes
     expert, row, first = _tile_of(rows, columns, ROWS, BLOCK, ROWS)
     left, right = _halves(w, expert, row, first, sizes, 0, BLOCK, 16)
-    # Bits of |w| grow with it; below those of p = 1 others may stay. So nothing is unpacked before the second use.
+    # The bits of |w| ascend with |w|, also if p = 1's have others below. So words are unpacked only for the second use.
     even = tl.max(tl.maximum(left[0] & 0x7FFF, right[0] & 0x7FFF), 2)
     odd = tl.max(tl.maximum(left[0] & 0x7FFFFFFF, right[0] & 0x7FFFFFFF), 2)
     most = tl.max(tl.max(tl.maximum(even << 16, odd & 0x7FFF0000), 1), 0).to(tl.float32, bitcast=True)
@@ -438,7 +438,7 @@ def _tiles(tensors, sizes, flags, CONVERTS: tl.constexpr, ROWS: tl.constexpr, BL
 
 @triton.jit
 def _wholes(tensors, sizes, flags, KIND: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Quantise a tile, or whole rows, that have a scale each, a part at a time: read twice, from DRAM once."""
+    """Quantise a tile with one scale, or whole rows with a scale each, in parts: w is read twice, from DRAM once."""
     w, words, scales, _, _ = tensors
     rows, columns, _, _ = sizes
     WIDE: tl.constexpr = BLOCK // 16
@@ -596,7 +596,7 @@ def _pairs(half):
 def _prepared_halves(
     words, expert, row, first, rows, columns, ELEMENTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """So of prepared codes."""
+    """Prepared codes of both halves of a tile, as ``_put_prepared`` has them."""
     WIDE: tl.constexpr = BLOCK // 16
     if ELEMENTS == _E4M3:
         at, there = _place_of_8(row, first, rows, columns, BLOCK)
@@ -707,7 +707,7 @@ def dequantize_weights(
         left, right = _stored_halves(stored, expert, row, first, M, columns, ELEMENTS, BLOCK)
     zero = 8
     if SCALE == _OF_BLOCK:
-        place = (expert * tl.cdiv(M, 128) + row // 128) * tl.cdiv(columns, 128) + first // 128  # int64, of few
+        place = (expert * tl.cdiv(M, 128) + row // 128) * tl.cdiv(columns, 128) + first // 128  # int64
         factor = tl.load(scales.to(tl.pointer_type(tl.float32), bitcast=True) + place, mask=row < M, other=0.0)
         factor = factor[:, None, None]
     elif SCALE == _OF_ROW:

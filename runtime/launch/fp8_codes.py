@@ -1,7 +1,7 @@
-"""The kernels of fp8 training, of a bundle: ``runtime/ops/fp8_codes.py`` asks for them.
+"""Launch a bundle's kernels for fp8 training, for ``runtime/ops/fp8_codes.py``.
 
 Each function returns None or False, and has launched nothing, if no usable bundle has a kernel or memory is not dense
-and aligned: torch does the same then.
+and aligned: then torch computes the result.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _codes(
 
 
 def _room_along_m(like: torch.Tensor, C: int, M: int, E: int, blocks: bool, executor: EagerExecutor) -> ColumnCodes:
-    """New memory for codes along M, which nothing is written to."""
+    """New, uninitialised memory for codes along M."""
     of_codes, of_scale = partial(_codes_size, C, E), partial(_scale_size, C // GROUP if blocks else C, E)
     codes = executor.new(like, of_codes(M), torch.float8_e4m3fn, per=of_codes)
     return ColumnCodes(codes, executor.new(like, of_scale(M), torch.float32, per=of_scale), M)
@@ -126,7 +126,7 @@ def _scale_size(scales: int, E: int, M: int) -> tuple[int, ...]:
 
 
 def _along_m(launch: RowOpLauncher, name: str, *, E: int, columns: int, rows: int = 1, **numbers: Any) -> Step:
-    """A launch that writes codes along M; it reads ``places``, a number of M. Scales along K are behind their codes."""
+    """A launch that writes codes along M; ``places`` has an entry for each row. Scales along K follow their codes."""
     operands = tuple("codes" if operand == "scale" else operand for operand in launch.operands)
     behind = (("scale", 0, rows * columns),) if "scale" in launch.operands else ()
 
@@ -161,7 +161,7 @@ def gradient_codes(
 ) -> GradientCodes | None:
     """``activation.gradient`` of h [M, 2*I] with a gate before up, as codes.
 
-    With ``blocks`` 128 columns of dh share a scale along M, else of a. ``act``: the activation's flags, and itself.
+    With ``blocks`` 128 columns of dh share a scale along M, else of a. ``act``: (its flags, the activation).
     """
     (M, I), E, device = da.shape, m_sizes.shape[0], h.get_device()  # noqa: E741
     launch = rowops.launcher(RowOp.ACTIVATION_GRAD_CODES, DType.BF16, device, aligned=True)
@@ -227,7 +227,7 @@ def grad_weight(
 
 
 def _kernel_for(E: int, N: int, K: int, M: int, m_sizes: torch.Tensor) -> ProductKernel | None:
-    """The kernel for dW of codes, and all like it."""
+    """The kernel for dW of codes, for all calls like this one."""
     device, bucket = m_sizes.get_device(), bucket_of(M)
 
     def build() -> ProductKernel | None:
@@ -254,7 +254,7 @@ def _kernel_for(E: int, N: int, K: int, M: int, m_sizes: torch.Tensor) -> Produc
 def blocks(
     w: torch.Tensor, *, along_k: bool, along_n: bool, executor: EagerExecutor = EAGER
 ) -> tuple[ExpertWeights | None, ExpertWeights | None] | None:
-    """Prepared fp8_block weights of w [E, N, K], and of w.transpose(1, 2), of one read of w."""
+    """Prepared fp8_block weights of w [E, N, K] and of w.transpose(1, 2), from one read of w."""
     E, N, K = w.shape
     whole = N % GROUP == 0 and K % GROUP == 0 and w.stride(2) == 1 and w.numel() > 0
     strides = all(step % 16 == 0 and 0 <= step <= _MOST for step in w.stride()[:2]) and N * w.stride(1) <= _MOST
@@ -281,7 +281,7 @@ def blocks(
 
 
 def _room(like: torch.Tensor, E: int, N: int, K: int, executor: EagerExecutor) -> ExpertWeights:
-    """New prepared weights, whose memory nothing is written to."""
+    """New prepared weights with uninitialised memory."""
     codes = executor.new(like, (E, N // 64, K // 64, 64, 4, 4), torch.int32, per=0)
     scale = executor.new(like, (E, N // GROUP, K // GROUP), torch.float32, per=0)
     return ExpertWeights("fp8_block", codes, scale)

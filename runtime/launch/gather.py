@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def in_range(index: torch.Tensor, x: torch.Tensor, divisor: int) -> torch.Tensor:
-    """The index as the pass may read it: one that x has no row for becomes another, whose row is not used."""
+    """The index with out-of-range entries replaced, so that the row kernel can read it; their rows are not used."""
     return index.clamp(0, x.shape[0] * divisor - 1)
 
 
@@ -33,7 +33,7 @@ def kernel(
     aligned: bool = True,
     checks: bool = False,
 ) -> LoadedKernel | None:
-    """The variant for rows gathered first, loaded on ``cuda:device``; None where the code that gathers is to run."""
+    """The variant after a row kernel that gathers, loaded on ``cuda:device``; None if a gathering variant shall run."""
     from ..dispatch.plans import rows_first  # here, as only a first launch needs them
     from .loader import load_first
 
@@ -58,9 +58,9 @@ def step(
 ) -> Step:
     """rows[i] = x[index[i] // top_k] for dense x [T, columns], index [M] within [0, T*top_k) and rows [M, columns].
 
-    ``used`` is as ``rowops.used`` has it of the bounds that the step is given; ``index`` names the operand that is
-    read. About ``expected`` rows belong to an expert; None: all. (The words in memory that a launch by tokens needs are
-    torch's, of its current stream, which the step's has to be: in a graph capture, of the graph's pool.)
+    ``used`` is ``rowops.used`` of the step's bounds; ``index`` names the operand that is read. About ``expected`` rows
+    belong to an expert; None: all. A launch by tokens takes memory from torch, so the step must run on torch's current
+    stream; in a graph capture the memory is from the graph's pool.
     """
     (T, columns), itemsize, empty = x.shape, x.element_size(), allocator(x.device)
     slots, (behind, flags) = T * top_k, used

@@ -1,6 +1,6 @@
 """Make a launcher of a loaded GEMM variant, with the arguments that all its launches share and its grid.
 
-``driver/launcher.py`` makes the launcher of what the kernel's entry declares (kernels/entry.py).
+``driver/launcher.py`` makes the launcher from the kernel's entry (kernels/entry.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..weights.expert_weights import ExpertWeights
 
 _MOST_TILES = 2**31 - 1
-_MOST_ROWS = RAGGED_SIZES[2]  # kernels count rows past a tile's end, and those of no expert, 16 for each program
+_MOST_ROWS = RAGGED_SIZES[2]  # row numbers past a tile's end, and of no expert, must fit int32, too
 _MOST_PROGRAMS = 2**26
 _INDEXED = Fusion.GATHER | Fusion.SCATTER | Fusion.WEIGHT  # fusions that read the index
 
@@ -66,9 +66,9 @@ class Fused(NamedTuple):
     """The fusions of a call; kernel flags hold the parts of ``fusion`` that are not compiled into the kernel.
 
     ``index_step`` is 2 for an int64 index; x's row of an index is ``index // x_divisor``. ``zero_tail`` sets
-    the rows of y that belong to no expert to zero; of y [index_end, N] scattered to, those that no row goes to, by code
-    that can (``registry.clears``) alone: of one tile a program if they are ``few``, specialised if it can ``beside``
-    the product.
+    the rows of y that belong to no expert to zero. In a scattered y [index_end, N] these are the rows that no index
+    names, and only some kernels zero them (``registry.clears``): kernels with one tile a program if ``few``,
+    warp-specialised kernels if ``beside`` (the product hides the time).
     """
 
     fusion: Fusion = Fusion.NONE
@@ -83,7 +83,7 @@ PLAIN = Fused()
 
 
 def without_clearing(fused: Fused, variant: Variant, config: Config) -> Fused:
-    """A call's fusions, without ``zero_tail`` if a kernel that stores rows by an index can't do it, or is not to."""
+    """A call's fusions, without ``zero_tail`` if the kernel stores rows by an index and can't clear others."""
     asked = fused.beside if config.schedule.warp_specialized else fused.few
     can = asked and clears(variant.fusion, config)
     return fused._replace(zero_tail=False) if fused.fusion & _INDEXED and not can else fused
@@ -101,7 +101,7 @@ def product_launcher(
     R: int = 0,
     w_rows: int | None = None,
 ) -> ProductLauncher:
-    """A launcher of y[g] = x[g] @ w[g].T, or of dw[g] = dy[g].T @ x[g], in the kernel's words (``spec.gemm_of``).
+    """A launcher of y[g] = x[g] @ w[g].T, or of dw[g] = dy[g].T @ x[g], with the kernel's N and K (``spec.gemm_of``).
 
     ``N`` are the columns of the product and ``K`` its reduction, or dw is [E, N, K]; with SILU y has half as many
     columns. ``strides`` are w's or dw's elements from expert to expert and from row to row; without them it is dense.

@@ -59,7 +59,7 @@ def load_decided(
 def load_first(
     snapshot: Snapshot, choose: Callable[[], tuple[Usable, int] | None], local: LocalGpu, device: int
 ) -> LoadedKernel | None:
-    """The variant that ``choose`` names (a bundle, and its number there), loaded; None where it names none.
+    """The variant that ``choose`` returns (a bundle and an index), loaded; None if ``choose`` returns None.
 
     If a bundle's code is damaged, the bundle is dropped with a warning and ``choose`` is called again; also if a
     variant fails its self-test on this GPU (``self_test.py``). In a graph capture untested code gives None, too.

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from .gemm import Fused, LoadedKernel
 
 _MOST_LAUNCHERS = 1 << 14
-_FEW_TO_CLEAR = 1024  # rows: each 16 of y look at the whole index, and 64 programs are half of an H200's SMs
-# A warp of each program looks at 1,024 entries of the index in 4.7 us beside a product (122,880 in 565 to 571 us:
-# docs/inside/trials.md, scatter-beside). One of matrices of 2^21 takes longer for as many rows, and so does one
-# of 2^20 that has many experts' to read. Where most rows of y are to be cleared it takes more than a warp of each.
+_FEW_TO_CLEAR = 1024  # rows: a program for each 16 reads the whole index, and 64 programs are half of an H200's SMs
+# A warp of each program reads 1,024 entries of the index in 4.7 us during a product (122,880 in 565 to 571 us:
+# docs/inside/trials.md, scatter-beside). A product whose matrices have 2^21 elements takes longer for as many rows,
+# so does a product with 2^20 and many experts. If most rows of y must be cleared, a warp of each program is too little.
 _MOST_TO_CLEAR, _SHORT_TO_CLEAR, _LARGE_MATRIX, _MOST_PER_ROW = 1 << 17, 8192, 1 << 20, 4
 _LOW_RANK_DTYPES = (torch.bfloat16,)  # dtypes of shipped kernels: aot/plan/families.py
 _UNKNOWN = object()
@@ -131,7 +131,7 @@ def kernel_for_gated(call: Rows) -> ProductKernel | None:
     step = index_step(call)
     aligned = _aligned(call, 0, N // 2, N // 2)  # new memory is aligned
     device = x.get_device()
-    # (Rows whose index is out of range are not asked for.)
+    # (Rows whose index is out of range need no result.)
     first = call._replace(loose=True).may_gather_first(aligned)
     checks = call.bounds is None
     fixed = (
@@ -166,7 +166,7 @@ def may_add_low_part(call: Rows, narrow: torch.Tensor, second: torch.Tensor, y: 
     """True if a kernel that adds a low-rank part can run the call: bf16 operands, rows of whole 16 bytes."""
     moves = call.scatter or call.row_weights is not None or call.spares_rows
     dense = isinstance(call.w, torch.Tensor)
-    biased = dense and call.bias is not None and not call.gather_divisor  # kernels that gather nothing read no bias
+    biased = dense and call.bias is not None and not call.gather_divisor  # kernels without a gather read no bias
     if moves or biased or call.pin is not None:
         return False
     x, size = call.x, call.x.element_size()
@@ -217,10 +217,10 @@ def kernel_for_low_rank(call: Rows) -> ProductKernel | None:
 
 
 def low_rank_kernel(problem: Problem, M: int, device: int) -> LoadedKernel | None:
-    """The variant for a product with a low-rank part, loaded on ``cuda:device``; None where two products do it.
+    """The variant for a product with a low-rank part, loaded on ``cuda:device``; None if two products do the work.
 
-    Nothing is compiled, and nothing is logged: the product without it is an ordinary choice. Strict mode, which takes
-    nothing of the candidates, has two.
+    Nothing is compiled, and nothing is logged: the product without a low-rank part is an ordinary choice. Strict mode
+    uses no candidate kernels, so it always runs two products.
     """
     if not platform_supported() or settings.settings().strict:
         return None
@@ -245,7 +245,7 @@ def kernel_for_weight(
     strict: bool | None,
     bucket: int | None,
 ) -> ProductKernel | None:
-    """The kernel for dW; ``bucket`` is that of the rows that it is chosen for, None for that of all rows."""
+    """The kernel for dW; ``bucket`` is the bucket of rows to choose for, None for the bucket of all rows."""
     E, N, K = dw.shape
     bucket, size = bucket or bucket_of(x.shape[0]), x.element_size()
     pointers = (dy.data_ptr(), x.data_ptr(), dw.data_ptr())
@@ -312,7 +312,7 @@ def lookup(key: tuple[object, ...], build: Callable[[], ProductKernel | None]) -
         cached = build()
         if cached is None and hooks.jit_allowed():  # in a graph capture nothing is compiled: the next call asks again
             return None
-        if snapshot.put_off != before:  # nor is anything tested
+        if snapshot.put_off != before:  # and nothing is tested
             return cached  # type: ignore[no-any-return]
         table[key] = cached
     product: ProductKernel | None = cached
@@ -320,7 +320,7 @@ def lookup(key: tuple[object, ...], build: Callable[[], ProductKernel | None]) -
 
 
 def kernel_of_rows(problem: Problem, call: Rows, device: int, *, aligned: bool) -> LoadedKernel | None:
-    """The kernel of a product of rows: if few rows of many are expected, one without a program for each tile."""
+    """The kernel of a product of rows; if few of the rows will be used, one without a program for each tile."""
     kernel: LoadedKernel | None = _kernel(problem, call.bucket, device, aligned, call.pin, None)
     if kernel is None or call.pin is not None or not _idles(kernel, problem, call):
         return kernel
@@ -331,7 +331,7 @@ def _idles(kernel: LoadedKernel, problem: Problem, call: Rows) -> bool:
     """True if a launch would have many programs without work, if only the expected rows come."""
     if call.spread == 1:
         return False
-    from ..dispatch.decide import idles  # here, as few calls say what they expect
+    from ..dispatch.decide import idles  # here, as few calls have expected rows
 
     return idles(kernel.variant, problem, call.M, call.bucket)
 
@@ -445,7 +445,7 @@ def rows_aligned(call: Rows, y: torch.Tensor) -> bool:
 
 
 def _aligned(call: Rows, y: int, columns: int, stride_y: int) -> bool:
-    """``rows_aligned`` of a y by its address, its columns and its rows' stride."""
+    """``rows_aligned``, with y given by its address, its columns and its rows' stride."""
     x, w, size = call.x, call.w, call.x.element_size()
     if not isinstance(w, torch.Tensor):
         return False
@@ -457,7 +457,7 @@ def _aligned(call: Rows, y: int, columns: int, stride_y: int) -> bool:
 
 
 def _weight_strides(w: torch.Tensor) -> tuple[int, int]:
-    """Elements from expert to expert and from row to row; a dimension of one has whatever is usual."""
+    """Elements from expert to expert and from row to row; a dimension of size one has the usual stride."""
     E, first, second = w.shape
     return (w.stride(0) if E > 1 else first * second), (w.stride(1) if first > 1 else second)
 

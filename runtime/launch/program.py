@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 stream_of = current_stream
 
 Given: TypeAlias = "Sequence[torch.Tensor | None]"
-Per: TypeAlias = "int | Callable[[int], tuple[int, ...]]"  # of new memory (``EagerExecutor.new``)
+Per: TypeAlias = "int | Callable[[int], tuple[int, ...]]"  # rows or shape of new memory (``EagerExecutor.new``)
 Results: TypeAlias = "Sequence[torch.Tensor | None]"
 
 MOST_PLANS = 4096  # plans, of about 2 KB; a layer's with its gradient has 17 KB, with adapters 33 KB
@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
     ``run(M, stream, *addresses)`` launches it for M sorted rows. ``operands`` names the tensors at these addresses, 0
     is none. ``name`` is for people. Without ``scales`` it depends on sizes of its call other than M. Without
-    ``has_rows`` it reads no rows, and M is of no account: it quantises weights.
+    ``has_rows`` it reads no rows, and M does not matter: it quantises weights.
     """
 
     run: Callable[..., None]
@@ -75,7 +75,7 @@ class Step(NamedTuple):
     ) -> Step:
         """A launch of one kernel; ``absent`` and ``how`` are as ``Launcher.bind`` has them.
 
-        ``operands`` has those arguments of the kernel that are other operands than their names say.
+        ``operands`` maps arguments of the kernel to operands of another name.
         """
         names = launcher.operands
         if absent:
@@ -132,7 +132,7 @@ class Recorder(EagerExecutor):
         self._whole, self._many = True, 1  # slot 0 is no tensor
         for tensor in inputs:
             if tensor is not None:
-                self._whole &= tensor.data_ptr() not in self._slots  # else which of the two is meant nobody knows
+                self._whole &= tensor.data_ptr() not in self._slots  # else an address would mean two slots
                 self._name(tensor, self._many)
             self._many += 1
 
@@ -150,7 +150,7 @@ class Recorder(EagerExecutor):
     def call(self, function: Callable[..., Any], *tensors: torch.Tensor, scales: bool = True) -> Any:
         self._whole &= scales or not self._varies
         slots = tuple(map(self._slot, tensors))
-        for tensor in tensors:  # the function will be given the whole tensor, and not a view of it
+        for tensor in tensors:  # the function gets whole tensors, so a view is not recorded
             entry = self._slots.get(tensor.data_ptr())
             of = None if entry is None else entry[1]()
             self._whole &= of is not None and (of.shape, of.stride(), of.dtype) == (
@@ -175,7 +175,9 @@ class Recorder(EagerExecutor):
         """The recorded program with its results; None if a step could not be recorded."""
         slots = tuple(map(self._slot, results))
         touched = {slot for noted in self._written for slot in noted.reads}
-        filled = all(noted.slot in touched for noted in self._written if isinstance(noted, _New))  # else by other means
+        filled = all(
+            noted.slot in touched for noted in self._written if isinstance(noted, _New)
+        )  # else others filled it
         return Program(self._written, self._inputs, slots) if self._whole and filled else None
 
     def _name(self, tensor: torch.Tensor, slot: int) -> None:
@@ -221,7 +223,7 @@ _Noted: TypeAlias = "_New | _Run | _Apply"
 class Program:
     """The recorded steps of a call, for calls like it. It keeps no tensor, and any thread may run it.
 
-    ``run(M, stream, inputs)`` runs the steps on ``inputs``, tensors in the places of the recorded call's, and returns
+    ``run(M, stream, inputs)`` runs the steps on ``inputs``, tensors in the order of the recorded call's, and returns
     the results, None where that call had none. Memory is freed after the last step that reads it is launched.
 
     The steps are compiled to one Python function: a loop over them makes a layer's call an eighth longer
@@ -249,7 +251,7 @@ class SingleLaunch(NamedTuple):
 
 
 def _single_launch(written: Sequence[_Noted]) -> SingleLaunch | None:
-    """The program as ``SingleLaunch``; None for another."""
+    """The program as ``SingleLaunch``; None if it has several launches or calls torch."""
     *before, last = written or (None,)
     if not isinstance(last, _Run) or len(before) > 1 or not all(isinstance(each, _New) for each in before):
         return None
@@ -315,9 +317,10 @@ def _with_strides(size_of: Callable[[int], tuple[int, ...]]) -> Callable[[int], 
 
 
 def guard(*tensors: torch.Tensor, loose: Collection[int] = ()) -> Guard | None:
-    """A check that passes for tensors with these tensors' dtypes, shapes, strides and devices; None if torch has none.
+    """A check that tensors have these tensors' dtypes, shapes, strides and devices; None if torch has no such check.
 
-    Tensors whose place is in ``loose`` may have any number of rows; with more than two dimensions only the last counts.
+    Tensors whose index is in ``loose`` may have any number of rows; with more than two dimensions only the last
+    counts.
     """
     if _TensorGuards is None:
         return None
@@ -344,7 +347,7 @@ def _last(strides: Sequence[int]) -> list[int | None]:
 
 
 class _Gradient(NamedTuple):
-    """The program of a gradient; of its first tensors which were there, what they have in common, how aligned."""
+    """The program of a gradient, and the presence, common properties and alignment of its recorded tensors."""
 
     program: Program
     same: Guard
@@ -372,9 +375,9 @@ class Programs:
         return results, recorder.program(*results) if snapshot.put_off == before else None
 
     def _again(self, gradient: _Gradient, M: int, inputs: Given, loose: int = 0) -> Results | None:
-        """A gradient by its program; None where its tensors are not as the first ones were.
+        """Run a gradient's recorded program; None if its tensors differ from the recorded ones.
 
-        (Hooks on saved tensors may have made others of them.) The first ``loose`` have any number of rows.
+        Hooks on saved tensors may have replaced them. The first ``loose`` tensors have any number of rows.
         """
         program, same, there, absent, low = gradient
         some = there(inputs)
@@ -402,7 +405,7 @@ class Programs:
     ) -> Results | None:
         """The results of ``compute`` on ``inputs``, recorded; None if that was tried before, or can't be.
 
-        A later call is like it where the first ``guarded`` are, of which the first ``loose`` have any number of rows.
+        A later call matches if its first ``guarded`` tensors do; the first ``loose`` of them have any number of rows.
         """
         if needs in self._gradients or dispatch_snapshot.snapshot() is not self._snapshot():
             return None
@@ -420,14 +423,14 @@ class Programs:
             results, program = self._recorded(M, inputs, compute)
         if program is not None:
             absent, low = [i for i in range(guarded) if i not in there], [tensor.data_ptr() & LOW for tensor in some]
-            self._gradients[needs] = _Gradient(program, same, itemgetter(*there), absent, low)  # (dy and others)
+            self._gradients[needs] = _Gradient(program, same, itemgetter(*there), absent, low)  # dy and other tensors
         elif not hooks.jit_allowed() and not capturing():  # else the next call asks again
             self._gradients[needs] = None
         return results
 
 
 def remember(table: dict[object, Any], key: object, plan: Programs) -> None:
-    """Put a plan in; a full table begins anew."""
+    """Add a plan to the table; a full table is cleared first."""
     if key not in table and len(table) >= MOST_PLANS:
         table.clear()
     table[key] = plan

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..driver.rowops import RowOpLauncher
     from .gemm import Fused, LoadedKernel
 
-_MADE = {"used": "bounds", "scale": "codes"}  # the operands of a row kernel that makes codes; scales lie behind them
+_MADE = {"used": "bounds", "scale": "codes"}  # operands of a row kernel that makes codes; scales follow codes in memory
 
 _MOST_APART = (1 << 31) - 1
 
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 def kernel_for_quantised(call: Rows, w: ExpertWeights, y: torch.Tensor) -> ProductKernel | None:
-    """The kernel for this product of w into y and all like it, for the layout that w is in; None: no bundle has one."""
+    """The kernel for this product of w into y, for all calls like it and for w's layout; None if no bundle has one."""
     if call.x_scale is not None:
         return kernel_for_codes(call, w, y)
     if not w.kernel_dtypes or call.x.dtype is not torch.bfloat16:
@@ -69,7 +69,7 @@ _advised: set[tuple[str, int]] = set()  # format and device
 
 
 def _advise(w: ExpertWeights, device: int) -> None:
-    """Say once a format and GPU that prepared weights have a faster kernel."""
+    """Log once for each format and GPU that prepared weights have a faster kernel."""
     if (w.format, device) not in _advised and not capturing():
         _advised.add((w.format, device))
         if wants_order(w, device) and w.can_be_prepared:
@@ -83,7 +83,7 @@ def _advise(w: ExpertWeights, device: int) -> None:
 def low_rank_of_quantised(call: Rows, w: ExpertWeights) -> ProductKernel | None:
     """The kernel for a product of prepared w and a low-rank part (``product_kernels.may_add_low_part``); or None.
 
-    Rows are gathered beforehand. A forward that may quantise x has none: that is faster than this would be.
+    Rows are gathered beforehand. A forward that may quantise x gets None, because quantised x is faster.
     """
     if not w.is_prepared:
         return None
@@ -178,7 +178,7 @@ def kernel_for_codes(call: Rows, w: ExpertWeights, y: torch.Tensor) -> ProductKe
 
     kernel = lookup(key, build)
     if kernel is None:
-        from ..dispatch.plans import lacks_for_codes  # here, as it is an error
+        from ..dispatch.plans import lacks_for_codes  # here, as only an error needs it
 
         lacking = lacks_for_codes(dispatch_snapshot.snapshot(), problem, local_gpu(device), RowOp.ORDER_CODES)
         raise _no_codes((lacking or "no usable bundle has the GEMM").removeprefix("x stays bf16: "))
@@ -186,7 +186,7 @@ def kernel_for_codes(call: Rows, w: ExpertWeights, y: torch.Tensor) -> ProductKe
 
 
 def kernel_for_starts(call: Rows, w: ExpertWeights, y: torch.Tensor | None, stride_y: int) -> ProductKernel | None:
-    """The kernel for a product of codes where they arrive; None: their row kernel is to order them, as for any other.
+    """The kernel for a product of codes in place; None if a row kernel must order the codes first.
 
     It has no bias and zeroes nothing, and counts elements of x's scales in int32.
     """
@@ -226,7 +226,7 @@ def kernel_for_starts(call: Rows, w: ExpertWeights, y: torch.Tensor | None, stri
 
 
 def starts_words(starts: Starts, scale: torch.Tensor) -> dict[str, int]:
-    """The numbers of a launch of codes where they arrive."""
+    """The numbers of a launch that reads codes in place."""
     step = 0 if starts.first is None else 2 if starts.first.dtype is torch.int64 else 1
     apart = scale.stride(0) if scale.dim() == 3 else starts.room * scale.stride(0)
     return {
@@ -286,7 +286,7 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Prod
     x, m_sizes, fusion, (E, N, K), device = call.x, call.m_sizes, call.fusion, w.shape, call.x.get_device()
     size, layout = x.element_size(), Layout.NK if w.is_prepared else Layout.STORED
     lengths = (row_stride(x, x.shape[1]), row_stride(y, y.shape[1]), N, K)
-    zero = address_of(w.zero) if w.is_prepared else 0  # of the checkpoint's layout kernels read byte by byte
+    zero = address_of(w.zero) if w.is_prepared else 0  # in the checkpoint's layout kernels read single bytes
     pointers = (x.data_ptr(), y.data_ptr(), w.codes.data_ptr(), address_of(w.plain_scale), zero)
     line = K * w.precision.w.bits // 8
     aligned = is_aligned(ALIGNMENT_BYTES, *pointers, line, *(length * size for length in lengths))
@@ -319,7 +319,7 @@ def _of_codes_as_they_are(call: Rows, w: ExpertWeights, y: torch.Tensor) -> Prod
 
 
 def _by_codes(problem: Problem, dtypes: tuple[DType, ...]) -> Problem | None:
-    """The problem of a kernel that quantises x itself; None where there is none."""
+    """The problem of a kernel that quantises x itself; None if there is no kernel."""
     quantises = problem.op is Op.FORWARD and problem.layout is Layout.STORED and dtypes[0].quantises_x
     return problem._replace(dtype=dtypes[0]) if quantises else None
 
@@ -403,7 +403,7 @@ def _kernel_for_codes(
 ) -> LoadedKernel | None:
     """The variant for quantised x, loaded on ``cuda:device``; None where x stays as it is.
 
-    Where x is quantised, ``always`` or by the plan, the variant that the call prefers goes before it.
+    If x is quantised, ``always`` or by the plan, a variant that the call prefers precedes the plan's.
     """
     from ..dispatch.plans import of_codes, quantised_x  # here, as only a first launch needs them
     from .loader import load_first, pinned_kernel
@@ -422,9 +422,9 @@ def _kernel_for_codes(
 
 
 def bytes_of_row(K: int) -> int:
-    """Bytes for each of M rows of e4m3 codes and, behind all codes, their fp32 scales.
+    """Bytes for each of M rows of e4m3 codes and, after all codes, their fp32 scales.
 
-    Scales are padded to rows of four for each 128 of K, so K / 8 bytes are room enough; one scale a row takes less.
+    Scales are padded to rows of four for each 128 of K, so K / 8 bytes are enough; one scale a row takes less.
     """
     return K + K // 8
 
@@ -434,9 +434,9 @@ def quantize_step(
 ) -> Step:
     """codes[i], scale[:, i] = quantised x[i], or with ``top_k`` x[index[i] // top_k], of dense x [T, columns].
 
-    The codes are e4m3 [M, columns]. Behind them (``bytes_of_row``) are the scales, fp32 [columns / 128, M], or [M] with
-    one scale a row. ``used``: ``rowops.used`` of the step's bounds. ``index`` names the operand of indices, each in
-    [0, T * top_k).
+    The codes are e4m3 [M, columns]. After them in memory (``bytes_of_row``) are the scales, fp32 [columns / 128, M], or
+    [M] with one scale a row. ``used``: ``rowops.used`` of the step's bounds. ``index`` names the operand of indices,
+    each in [0, T * top_k).
     """
     columns, (behind, flags) = x.shape[1], used
     picked = f", {top_k} of each" if top_k else ""
@@ -474,7 +474,7 @@ def order_step(
         launch,
         f"order the codes of rows of {columns} columns{picked}",
         _MADE | {"x_codes": "x", "index": index},
-        scales=by_row,  # else the stride is of the call's rows
+        scales=by_row,  # else a column's stride depends on the number of rows
         behind=(("used", behind, 0), ("scale", 0, columns)),
         columns=columns,
         groups=scale.shape[-1],
@@ -491,7 +491,7 @@ def order_step(
 def activation_step(launch: RowOpLauncher, columns: int, act: tuple[int, Activation], used: tuple[int, int]) -> Step:
     """codes[i], scale[:, i] = quantised act(x[i]), of dense x [M, columns], with a gate [M, 2 * columns].
 
-    ``act`` are the flags of the activation, and itself; ``used`` and the codes are as ``quantize_step`` has them.
+    ``act`` is (the activation's flags, the activation); ``used`` and the codes are as in ``quantize_step``.
     """
     (behind, flags), (kind, function) = used, act
     numbers: dict[str, Any] = {"columns": columns, "flags": flags | kind, **function.words}

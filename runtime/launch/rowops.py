@@ -1,6 +1,6 @@
-"""The passes over rows around the GEMMs, by a bundle's kernels: found once, launched with plain numbers.
+"""Launch the row kernels around the GEMMs from a bundle: found once, launched with plain numbers.
 
-No choice names them: the best that is there runs. Where no bundle has one, the caller's torch does the same.
+No choice names row kernels: the best one in the bundles runs. If no bundle has a row kernel, the caller uses torch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _log = logging.getLogger(__name__)
 
 
 def launcher(op: RowOp, dtype: DType, device: int, *, aligned: bool) -> RowOpLauncher | None:
-    """The launcher of the best kernel of this pass on ``cuda:device``; None where no usable bundle has one.
+    """The launcher of the best kernel for this row operation on ``cuda:device``; None where no usable bundle has one.
 
-    ``aligned`` says whether every pointer and row is a multiple of 16 bytes. It is remembered, so only a first call
-    reads anything. Legal in a graph capture.
+    ``aligned``: every pointer and row is a multiple of 16 bytes. The launcher is cached, so only a first call reads
+    bundles. Legal in a graph capture.
 
     Raises
     ------

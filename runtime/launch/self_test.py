@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def self_test(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) -> self_test_results.Result | None:
-    """Test a kernel, keep the result, log a wrong one; None where it could not be tested, which is logged, too."""
+    """Test a kernel, keep the result, and log a wrong kernel; None, with a log line, if it could not be tested."""
     began = time.perf_counter()
     broken = None
     try:
@@ -72,7 +72,7 @@ def self_test(bundle: BundleFile, kernel: gemm.LoadedKernel, local: LocalGpu) ->
 
 
 def complaint(path: str, variant: Variant, local: LocalGpu, why: str) -> str:
-    """The one line about code that is wrong: all that a maintainer needs."""
+    """The log line about a wrong kernel, with all that a maintainer needs."""
     name = path.rpartition("/")[2]
     return printable(
         f"pretuned: wrong on this GPU and left out from now on (another kernel, or torch, runs instead): "
@@ -133,7 +133,7 @@ def _tried(kernel: gemm.LoadedKernel, here: TrialPlace) -> str | None:
                 raise Unfinished(f"{_named(kernel.variant)}: {first_line(after)}") from error
         raise
     finally:
-        device_of(kernel.function.device).counters.forget(here.stream)  # a wrong kernel may have overwritten them
+        device_of(kernel.function.device).counters.forget(here.stream)  # a wrong kernel may have changed counters
 
 
 def first_line(error: BaseException) -> str:

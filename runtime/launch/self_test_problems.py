@@ -31,10 +31,10 @@ from ..weights.row_codes import codes_of_rows, values_of_rows, values_on_load
 from ..weights.writing import empty
 from . import gemm
 
-UNTOUCHED = 96.0  # what a result holds beforehand; every dtype has it, and no problem's result is it
-_ANY = -96.0  # wanted where anything may be stored
-_LONGEST_S = 30.0  # that a test may take: others may be using the GPU
-_LONGEST_SLEEP_S = 0.5  # of the process's own; more passes only where the process was stopped
+UNTOUCHED = 96.0  # fills results beforehand: exact in every dtype, and never a problem's result
+_ANY = -96.0  # expected value of elements that may hold anything
+_LONGEST_S = 30.0  # limit of a test's time: other processes may be using the GPU
+_LONGEST_SLEEP_S = 0.5  # a wait's own time: a longer gap means that the process was stopped
 _QUANTISED = 0.13  # neighbouring codes differ by an eighth
 _ROUNDING = {DType.FP16: 2e-3, DType.FP32: 1e-4, DType.TF32: 4e-3}
 _TORCH = dict.fromkeys(DType, torch.bfloat16) | {  # the dtype of x and y
@@ -128,7 +128,7 @@ def _off(got: torch.Tensor, want: torch.Tensor, most: float, above: int) -> str 
 
 
 class _Draw:
-    """Random operands, equal in every process, on the host. torch's own generator is left alone."""
+    """Random operands, equal in every process, on the host. torch's global generator is not used."""
 
     def __init__(self) -> None:
         self._generator = torch.Generator("cpu").manual_seed(11)
@@ -151,7 +151,7 @@ def _full(*shape: int, dtype: torch.dtype = torch.float32, value: float = UNTOUC
 
 
 def _most(dtype: DType) -> float:
-    """How far a result of this dtype may be off."""
+    """The largest error that a result of this dtype may have."""
     return 3e-2 if dtype.quantised else _ROUNDING.get(dtype, 1.6e-2)
 
 
@@ -159,10 +159,10 @@ def _most(dtype: DType) -> float:
 
 _COUNTS = torch.tensor((37, 0, 300, 1, 2, 24), dtype=torch.int32, device="cpu")  # rows of each expert
 _E, _USED = 6, 364
-_M, _TOP_K = 370, 2  # the last 6 rows belong to no expert; sorted rows for each row of x, where they are gathered
-_NAN_ROW, _NAN_TOKEN = 338, 100  # the first row of the fifth expert; a row of x that is gathered
-_ROOM = 304  # rows from one expert to the next, where they lie apart
-_RANK = 72  # of a low-rank part: more than a step of a reduction, and no whole one
+_M, _TOP_K = 370, 2  # M: the last 6 rows belong to no expert; sorted rows for each row of a gathered x
+_NAN_ROW, _NAN_TOKEN = 338, 100  # NaN: the first row of the fifth expert; a row of a gathered x
+_ROOM = 304  # rows from an expert's first row to the next expert's, in problems with gaps
+_RANK = 72  # rank of a low-rank part: more than a step of a reduction, but no whole number of steps
 _MOVED = Fusion.WEIGHT | Fusion.BIAS
 _CALLS = {
     Fusion.NONE: ((Fusion.NONE, False), (Fusion.NONE, True)),
@@ -172,7 +172,7 @@ _CALLS = {
     Fusion.SILU | Fusion.GATHER: ((Fusion.SILU | Fusion.GATHER, False),),
     Fusion.LOW_RANK: ((Fusion.LOW_RANK, False), (Fusion.LOW_RANK, True)),
     Fusion.LOW_RANK | Fusion.GATHER: ((Fusion.LOW_RANK | Fusion.GATHER | Fusion.BIAS, False),),
-}  # by a kernel's fusion: what calls fuse that run it, and whether with zero_tail
+}  # by a kernel's fusion: the (fusions, zero_tail) of calls that use the kernel
 
 
 class _Operands(NamedTuple):
@@ -183,7 +183,7 @@ class _Operands(NamedTuple):
     x_values: torch.Tensor
     w_values: torch.Tensor
     w_kn: bool
-    scale: torch.Tensor | None = None  # x's scales, if x is of codes
+    scale: torch.Tensor | None = None  # x's scales, if x is quantised
 
 
 def _x(draw: _Draw, reduction: int) -> torch.Tensor:
@@ -236,7 +236,7 @@ def _launched(
     """The result of a launch, with a row of memory before it and a row after it."""
     placed = here.put(_full(rows + 2, columns, dtype=_TORCH[variant.dtype]), aligned=variant.alignment > 1)
     m_sizes, addresses = here.put(_COUNTS), _addresses({"M": _M} | words)
-    for _ in range(2):  # what it counts with is as it was
+    for _ in range(2):  # twice, as the counter must be zero again
         launch(placed[1:].data_ptr(), m_sizes.data_ptr(), here.stream, **addresses)
     return placed
 
@@ -263,7 +263,7 @@ def _call(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, fusion: Fu
     wide, top_k = columns // 2 if silu else columns, _TOP_K if gathers else 1
     index, weights, bias = draw.order(_M), draw.normal(_M), draw.normal(_E, columns).to(dtype)
     if scatters:
-        index[5], index[40] = -1, _M  # rows that go nowhere
+        index[5], index[40] = -1, _M  # rows that are stored nowhere
     indexed = gathers or scatters or weighted
     fused = gemm.Fused(fusion, 1, top_k, zero_tail)
     R = _RANK if low_rank else 0
@@ -306,7 +306,7 @@ def _call(kernel: gemm.LoadedKernel, here: TrialPlace, on: _Operands, fusion: Fu
 
 
 def _in_place(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
-    """y of codes that lie apart, with NaN between them: padded, at starts, and stored without padding."""
+    """y of codes with gaps between experts' rows that hold NaN: padded, at starts, and stored without padding."""
     variant, on, R = kernel.variant, _operands(kernel.variant, here), _E * _ROOM
     columns, K = on.w_values.shape[1:]
     of_x = variant.dtype.precision.x.scale
@@ -365,7 +365,7 @@ def _weight(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
 
 
 def _weight_of_codes(kernel: gemm.LoadedKernel, here: TrialPlace) -> _Checks:
-    """dw of codes, written and added to what is there, in both dtypes; NaN is where no group of an expert is."""
+    """dw of codes, written and added to old values, in both dtypes; NaN is in rows of no group."""
     draw, (N, K) = _Draw(), (256, 384)
     dy, x = (fp8_codes.column_codes(_x(draw, columns).bfloat16(), _COUNTS, blocks=columns == K) for columns in (N, K))
     exact = _full(_E, N, K)
@@ -414,7 +414,7 @@ class _RowKernel:
         self._launch, self._place, self._aligned = RowOpLauncher(variant, function, op), place, variant.alignment > 1
         self.wait, self.words = place.wait, place.put  # words of a fixed dtype are always aligned to themselves
         self.op, self.kind, self.block, self.draw = op, variant.dtype, self._launch.block, _Draw()
-        self.columns = 264 if self._aligned else 131  # of a row: no whole block of them
+        self.columns = 264 if self._aligned else 131  # columns of a row, no whole number of blocks
         self.dtype, self.most = _TORCH[variant.dtype], _most(variant.dtype)
         self.order = _Draw().order(_SLOTS)
         self.tokens = self.order.long() // _TOP_K  # the row of x of each sorted slot
@@ -431,12 +431,12 @@ class _RowKernel:
         return self._place.put(host.to(self.dtype), aligned=self._aligned)
 
     def results(self, columns: int) -> torch.Tensor:
-        """Memory for a row of each slot, and a row behind them."""
+        """Memory for a row of each slot, and a row after them."""
         return self.rows(_full(_SLOTS + 1, columns))
 
 
 def _of_experts(rows: torch.Tensor) -> torch.Tensor:
-    """``rows`` of slots that have an expert; anything in the other slots, and nothing behind them."""
+    """``rows`` of slots with an expert; other slots may hold anything, and memory after them must stay as it is."""
     return torch.cat([rows[:_HAVE], _full(_SLOTS - _HAVE, rows.shape[1], value=_ANY), _full(1, rows.shape[1])])
 
 
@@ -452,7 +452,7 @@ def _gather(on: _RowKernel) -> _Checks:
     on.run(looks, x=x, out=notes, top_k=_SLOTS, flags=rowops.USED | rowops.NOTES)
     noted = _full(1 + _SLOTS, value=_ANY)
     noted[0], noted[1 + on.order[:_HAVE].long()] = _HAVE, torch.arange(_HAVE, dtype=torch.float32, device="cpu")
-    yield "where the rows go is noted wrongly: ", notes, noted, 0.0  # the next launch stores by them
+    yield "where the rows go is noted wrongly: ", notes, noted, 0.0  # the next launch reads these notes
     on.run(_T + looks, x=x, used=notes, out=(out := on.results(on.columns)), flags=rowops.BY_TOKEN)
     yield "out", out, want, on.most
 
@@ -496,7 +496,7 @@ def _activation_grad(on: _RowKernel) -> _Checks:
 
 
 def _with_slopes(h: torch.Tensor, da: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """act(h) and act'(h) * da in float32, of float64. The slopes are differences: a child of fork has no autograd."""
+    """act(h) and act'(h) * da in float32, computed in float64, with slopes as differences: a fork has no autograd."""
     _, gated, interleaved = how
     columns = torch.arange(h.shape[1], device="cpu")
     gates = columns % 2 == 0 if interleaved else columns < h.shape[1] // (1 + gated)
@@ -508,7 +508,7 @@ def _with_slopes(h: torch.Tensor, da: torch.Tensor, *how: Any) -> tuple[torch.Te
 
 
 def _combine(on: _RowKernel) -> _Checks:
-    """out[t] = the sum over t's slots of weight * (y[place] + bias[expert]), of those that have a place."""
+    """out[t] = the sum of weight * (y[place] + bias[expert]) over t's slots that have a place."""
     C, E = on.columns, 5
     place = torch.where(on.order < _HAVE, on.order, -1)
     here, weights = place >= 0, on.draw.normal(_SLOTS)
@@ -522,7 +522,7 @@ def _combine(on: _RowKernel) -> _Checks:
 
 
 def _place_rows(on: _RowKernel) -> _Checks:
-    """The rows of experts that lie apart, at starts of their own and at steps of ``room``."""
+    """The rows of experts with gaps between them, at starts of their own and at steps of ``room``."""
     M, room, E = 3 * on.block + 7, on.block + 2, 4
     sizes = torch.tensor([room + 5, 0, 3, -1], dtype=torch.int64, device="cpu")
     own = torch.tensor([2 * on.block, 1, M - 2, 0], dtype=torch.int64, device="cpu")
@@ -546,7 +546,7 @@ def _numbers(on: _RowKernel, count: int, dtype: torch.dtype = torch.int32) -> to
 
 
 def _sort_slots(on: _RowKernel) -> _Checks:
-    """Slots in the order of their experts: of few, in one launch, and of several chunks, in three."""
+    """Slots in the order of their experts: few slots, in one launch, and several chunks, in three launches."""
     E = 6
     for M in (min(100, on.block), 2 * on.block + 55):
         chunks, slots = -(-M // on.block), on.draw.integers(-1, E + 2, M)
@@ -597,7 +597,7 @@ def _codes(on: _RowKernel, columns: int, scale: Scale, rows: int = _SLOTS) -> di
 
 
 def _codes_are(on: _RowKernel, what: str, results: dict[str, torch.Tensor], rows: torch.Tensor, of_x: Scale) -> _Checks:
-    """Checks that results are codes and scales of ``rows``, and nothing behind them."""
+    """Check that results are codes and scales of ``rows``, and that memory after them is untouched."""
     on.wait()
     codes, scale, these, M = results["codes"].cpu(), results["scale"].cpu(), slice(0, len(rows)), len(rows)
     got = values_of_rows(codes[:M].view(torch.float8_e4m3fn), scale, these)
@@ -659,7 +659,7 @@ def _along_m(on: _RowKernel, columns: int, scales: int, name: str = "column_") -
 
 
 def _quantize_columns(on: _RowKernel) -> _Checks:
-    """Codes along M of rows that an index picks, and their scales, bit for bit; nothing behind the last group."""
+    """Codes along M of rows that an index picks, and their scales, bit for bit; memory after the last group stays."""
     C, M, have = 256, _GROUPED_ROWS, int(_GROUPED.sum())
     x, index = on.rows(on.draw.normal(M // 2, C)), on.draw.order(M)
     picked = x.cpu()[index.long() // 2][:have]
@@ -707,10 +707,10 @@ def _activation_grad_codes(on: _RowKernel) -> _Checks:
         yield f"{act} dweights", dweights, dots, on.most
 
 
-# The row kernels of weights: their results are torch's bits.
+# The row kernels of weights: results must equal torch's bit for bit.
 
 _W = E, N, K = 2, 128, 192  # whole blocks of 64, no whole tile
-_AFTER = _full(64, dtype=torch.uint8, value=0x5A)  # behind a result
+_AFTER = _full(64, dtype=torch.uint8, value=0x5A)  # the bytes after a result
 _FLOATS = {torch.bfloat16: 0, torch.float16: rowops.FP16_WEIGHTS, torch.float32: rowops.FP32_WEIGHTS}
 _LAYOUTS = {"": 0, "prepared ": rowops.PREPARED}
 
@@ -740,12 +740,12 @@ def _run(on: _RowKernel, w: torch.Tensor, flags: int, /, **words: torch.Tensor |
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes."""
+    """A tensor's bytes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _room(on: _RowKernel, like: torch.Tensor) -> torch.Tensor:
-    """Memory for a result, and bytes behind it."""
+    """Memory for a result, and bytes after it."""
     return on.words(torch.cat([torch.full_like(_raw(like), 0x5A), _AFTER]))
 
 
@@ -800,7 +800,7 @@ def _dequantize_weights(on: _RowKernel) -> _Checks:
 
 
 def _move_codes(on: _RowKernel) -> _Checks:
-    """Bytes in the one layout and in the other, there and back; and which tiles have NaN: the first expert's."""
+    """Codes moved from the checkpoint layout to the prepared one and back, and a flag for each tile with NaN."""
     stored = empty(on.kind.value, *_W, torch.device("cpu")).codes
     _raw(stored).copy_(on.draw.integers(0, 256, _raw(stored).numel()))
     _raw(stored[1:]).bitwise_and_(0xBF)

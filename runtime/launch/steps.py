@@ -1,7 +1,7 @@
 """A checked product as steps: row kernels that must run first, then the GEMM's launch.
 
-``resolve`` is asked for every product of rows, and ``resolve_weight`` for dW. ``product_kernels.py`` finds the
-kernel. A kind of product beside these has a function there, and the words of its launch in ``_row_step``.
+``resolve`` handles every product of rows, ``resolve_weight`` dW. ``product_kernels.py`` finds the
+kernel. Another kind of product has a function there, and its launch's arguments in ``_row_step``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..weights.expert_weights import ExpertWeights
 
 _GATHERED = "rows"  # the operand that rows are gathered into
-_CODES = "codes"  # the operand that they are quantised into
+_CODES = "codes"  # the operand that rows are quantised into
 
 
 class Scratch(NamedTuple):
@@ -57,9 +57,9 @@ class Scratch(NamedTuple):
 class Product(NamedTuple):
     """A product of rows: steps, whose operands are the call's tensors by the names of ``Rows`` and ``operands_of``.
 
-    Beside them there is ``scratch``, and with ``in_range`` the operand of that name, which this makes of the index and
-    x. ``zeroes`` says that the rows of y that nothing is stored to become zero. ``by_torch`` is that of
-    ``ProductKernel``.
+    There is also ``scratch``, and with ``in_range`` an operand of that name, which is computed from the index and
+    x. ``zeroes`` says that the rows of y that nothing is stored to become zero. ``by_torch`` is
+    ``ProductKernel``'s.
     """
 
     steps: tuple[Step, ...]
@@ -77,7 +77,7 @@ def operands_of(w: torch.Tensor | ExpertWeights) -> dict[str, torch.Tensor | Non
     operands = {"w": w.codes, "w_scale": w.kernel_scale if derived else None, "w_outer": w.outer_scale}
     operands["w_zero"], plain = w.zero, w.plain_scale
     if all(plain is not operand for operand in operands.values()):  # else two operands would be one tensor
-        operands["w_plain_scale"] = plain  # also the scales as they are, not only those derived for kernels
+        operands["w_plain_scale"] = plain  # the plain scales, in addition to the scales derived for kernels
     return operands
 
 
@@ -114,10 +114,10 @@ def resolve_new(call: Rows, columns: int) -> Product | None:
 
 
 def resolve_wide(call: Rows) -> tuple[Product, int] | None:
-    """The steps of a plain forward into rows of y that are filled up to whole 16 bytes, and their columns.
+    """The steps of a plain forward into rows of y that are padded to whole 16 bytes, and the padded number of columns.
 
-    None where rows are whole as they are, or the rest is not aligned, or no bundle has such code
-    (``decide.with_wide_rows``). Where a choice for the problem is demanded, there has to be one.
+    None if rows are whole without padding, or other operands are not aligned, or no bundle has such code
+    (``decide.with_wide_rows``). If a choice is required for the problem, it must exist.
     """
     x, w, (E, N, K) = call.x, call.w, call.sizes
     size = x.element_size()
@@ -161,7 +161,7 @@ def resolve_wide(call: Rows) -> tuple[Product, int] | None:
 def resolve_gated(call: Rows) -> Product | None:
     """The steps that store silu(gate) * up of this product into a new [M, N/2].
 
-    None where no bundle has a kernel that pays (``dispatch/plans.py``), and for a call with anything beside a gather.
+    None where no bundle has a kernel that pays (``dispatch/plans.py``), and for a call with any fusion except a gather.
     """
     kernel = kernel_for_gated(call)
     columns = call.sizes[1] // 2
@@ -171,7 +171,7 @@ def resolve_gated(call: Rows) -> Product | None:
 def resolve_activated(call: Rows, act: tuple[int, Activation], y: torch.Tensor | None = None) -> Product | None:
     """The steps of a product of act(x) into dense y [M, N], or new memory, by the row kernel that quantises act(x).
 
-    ``act`` are the flags of the activation, and itself. None where x is not to be quantised, or no bundle has the row
+    ``act`` is (the activation's flags, the activation). None where x is not to be quantised, or no bundle has the row
     kernel.
     """
     w = call.w
@@ -189,7 +189,7 @@ def resolve_activated(call: Rows, act: tuple[int, Activation], y: torch.Tensor |
 
 
 def resolve_made_codes(call: Rows) -> Step | None:
-    """The step of a product of rows whose codes are there, in the operand ``codes``, into new memory.
+    """The step of a product of rows whose codes are in the operand ``codes``, into new memory.
 
     ``call.x`` are rows of as many columns as the codes have. None where x is not to be quantised.
     """
@@ -206,7 +206,7 @@ def resolve_made_codes(call: Rows) -> Step | None:
 
 
 def resolve_in_place(call: Rows, y: torch.Tensor | None) -> Product | None:
-    """The step of a product of codes at ``call.starts`` into y, or new memory; None: other steps are to do it."""
+    """The step of a product of codes at ``call.starts`` into y, or new memory; None if other steps must run it."""
     from .quantised import kernel_for_starts, starts_words
 
     if isinstance(call.w, torch.Tensor) or call.starts is None or call.x_scale is None:
@@ -259,7 +259,7 @@ def resolve_weight(
 
 
 def _product(kernel: ProductKernel, call: Rows, fusion: Fusion, stride_y: int, index_end: int) -> Product:
-    """``fusion`` is what the call does, in the kernel's words."""
+    """The steps of a product; ``fusion`` is in the kernel's terms."""
     x, zeroes = call.x, kernel.launcher.zeroes
     if kernel.quantize is not None:
         return _quantised_product(kernel, kernel.quantize, call, fusion, (stride_y, index_end))
@@ -269,13 +269,13 @@ def _product(kernel: ProductKernel, call: Rows, fusion: Fusion, stride_y: int, i
         step = _row_step(kernel, call, {"index": index}, (stride_x, stride_y, index_end if fusion else None))
         return Product((step,), zeroes)
     from ..driver.launcher import repeats_rows
-    from . import gather as launch_gather  # here, as most calls read rows as they are
+    from . import gather as launch_gather  # here, as most calls gather no rows first
     from . import rowops
 
     left, checks = fusion & ~(Fusion.GATHER | Fusion.SILU), call.bounds is None
     index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
     if x.shape[0] == 1 and call.gather_divisor == call.M and repeats_rows(x.get_device()):
-        # All rows are the one token's, and so they are in any call of a number near M: two tokens have twice as many.
+        # All rows belong to one token, also in any call with about M rows: two tokens have twice as many.
         return Product((_row_step(kernel, call, {"index": index}, (0, stride_y, index_end if left else None)),), zeroes)
     gather = launch_gather.step(
         kernel.gather,
@@ -328,7 +328,7 @@ def _of_codes(kernel: ProductKernel, before: Step, call: Rows, left: Fusion, wor
 
 
 def _codes_step(kernel: ProductKernel, call: Rows, left: Fusion, words: tuple[int, int]) -> Step:
-    """The GEMM of codes of x. ``left`` is what else it does; ``words``: the stride of y's rows, where indices end."""
+    """The GEMM of codes of x. ``left``: its other fusions; ``words``: the stride of y's rows, index_end."""
     (stride_y, end), (_, _, K) = words, call.sizes
     index = "index" if left & (Fusion.SCATTER | Fusion.WEIGHT) else ""
     operands, behind = {"x": _CODES, "x_scale": _CODES, "index": index}, (("x_scale", 0, K),)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 KIND_FLAGS = {torch.bfloat16: 0, torch.float16: FP16_WEIGHTS, torch.float32: FP32_WEIGHTS}
 _BLOCK = 64
-_STEP = 16  # strides are multiples of it, in elements
+_STEP = 16  # strides are multiples of this, in elements
 _MOST = 2**31 - 1
 
 
@@ -83,7 +83,7 @@ class RowKernels:
         return None if largest is None else largest.amax().view(torch.float32)
 
     def _largest(self, w: torch.Tensor) -> torch.Tensor | None:
-        """The bits of max |w| of some rows, int32 [programs], those of an expert's after another's."""
+        """The bits of max |w| of some rows, int32 [programs], expert by expert."""
         if not _fits(w, rows=False, of_codes=False):
             return None
         largest = torch.empty(tiles(_LARGEST, *w.shape), dtype=torch.int32, device=w.device)
@@ -152,7 +152,7 @@ def _fits(w: torch.Tensor, *, rows: bool, of_codes: bool) -> bool:
 
 
 def _are_scales(format: str, scale: torch.Tensor) -> bool:
-    """True if row kernels have a rule for the format, and scales have a dtype that they write: for int4 bf16 alone."""
+    """True if row kernels have a rule for the format, and write scales of this dtype: for int4 only bf16."""
     of = PRECISIONS[format].w.scale
     can_write = has_weight_kernels(DType(format))
     return can_write and (of is None or of.name != "bf16" or scale.dtype is torch.bfloat16)

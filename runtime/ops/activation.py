@@ -80,7 +80,7 @@ def activate(
     columns = act.columns(h)
     if not tensors.on_gpu(h) or torch.compiler.is_compiling() or type(h) is not torch.Tensor or _transformed():
         return by_torch(h, act)
-    if tensors.duals._current_level >= 0 or _traced() is not None:  # both know torch's operations alone
+    if tensors.duals._current_level >= 0 or _traced() is not None:  # forward AD, a trace: torch's operations only
         return by_torch(h, act)
     rows = h.reshape(-1, h.shape[-1])
     if torch.is_grad_enabled() and h.requires_grad:
@@ -173,7 +173,7 @@ def gradient(
 
 
 class _Activate(torch.autograd.Function):
-    """``activate`` by a kernel. A gradient that is to be differentiated again is torch's."""
+    """``activate`` by a kernel; torch computes gradients that are differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor, act: RowActivation) -> torch.Tensor:
@@ -206,7 +206,7 @@ def _gradient_by_torch(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     scale = None if weights is None or index is None else weights[index.long()][:, None]
     dh = dweights = None
-    if bounds is not None:  # rows of no expert are uninitialised: as NaN they would stop autograd's anomaly mode
+    if bounds is not None:  # rows of no expert are uninitialised: NaN there would stop autograd's anomaly mode
         inside = torch.arange(len(h), device=h.device) < bounds[-1]
         h, da = (torch.where(inside[:, None], tensor, 0) for tensor in (h, da))
     with torch.enable_grad():

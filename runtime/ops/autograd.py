@@ -23,14 +23,14 @@ from .low_rank import LowRank, narrowed_gradient
 
 Needs: TypeAlias = "tuple[bool, bool, bool, bool]"  # of x, w, topk_weights, bias
 
-# x, w, m_sizes, topk_weights, bias, gather_indices, form, (M, x_rows, y_rows), the plan of a call that comes again
+# x, w, m_sizes, topk_weights, bias, gather_indices, form, (M, x_rows, y_rows), the plan of a repeated call
 _ARGUMENTS = 9
 _REST = (None,) * (_ARGUMENTS - 5)
 _grad_enabled = torch.is_grad_enabled
 
 
 def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``once_differentiable``, past which a backward goes that makes no graph: then it only takes the host's time.
+    """Like ``once_differentiable``, but skipped if the backward makes no graph, to save the host's time.
 
     Kernels are chosen as in the forward, which ``note_mode`` noted: a backward on CUDA runs in a thread of its own.
     """
@@ -76,7 +76,7 @@ class GroupedGemm(torch.autograd.Function):
         frozen = None if isinstance(w, torch.Tensor) else Frozen.of(w)
         kept = w if keeps_w and frozen is None else None
         ctx.save_for_backward(x if keeps_x else None, kept, m_sizes, weights, bias, index)
-        # (One attribute: each takes a part of a microsecond.)
+        # A single attribute, as each costs a part of a microsecond.
         kind = None if weights is None else weights.dtype
         ctx.call = form, sizes, plan, frozen if keeps_w else None, w.shape, kind
         if plan is not None:
@@ -108,7 +108,7 @@ class GroupedGemm(torch.autograd.Function):
 
 
 class Adapted(NamedTuple):
-    """All of a call with an adapter that is no tensor: (M, x_rows, y_rows) are ``sizes``, the adapter's is ``scale``.
+    """The non-tensor arguments of a call with an adapter: ``sizes`` is (M, x_rows, y_rows), ``scale`` the adapter's.
 
     ``plan`` is a ``api.product_plan.ProductPlan``, or None.
     """
@@ -135,7 +135,7 @@ class AdaptedGemm(torch.autograd.Function):
         index: torch.Tensor | None,
         how: Adapted,
     ) -> torch.Tensor:
-        """The product; what a gradient needs is saved."""
+        """Run the product, and save the tensors that its gradient needs."""
         note_mode(ctx)
         form, sizes, scale, plan = how
         adapter = LowRank(A, B, scale)
@@ -200,7 +200,7 @@ def wanted(needs_input_grad: tuple[bool, ...], form: Form) -> Needs:
 def backward(
     call: Call, dy: torch.Tensor, x: torch.Tensor | None, needs: Needs, executor: EagerExecutor = EAGER
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of x, w, topk_weights and bias that ``needs`` asks for. x may be None if only its own is."""
+    """The gradients of x, w, topk_weights and bias that ``needs`` asks for. x may be None if only dx is needed."""
     return with_adapter(call, dy, x, needs, None, None, executor)[:4]
 
 
@@ -213,7 +213,7 @@ def with_adapter(
     u: torch.Tensor | None,
     executor: EagerExecutor = EAGER,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients with an adapter, and its dA and dB if there is the forward's ``u``; else None for them."""
+    """The gradients with an adapter, and its dA and dB if the forward's ``u`` is passed; else None for them."""
     call, x, adapter, u = _as_saved(call, dy, x, needs, adapter, u)
     needs_x, needs_w, needs_weights, needs_bias = needs
     dx = dw = dweights = dbias = beside = rows_x = None
@@ -247,10 +247,10 @@ def counts_as_saved(
     weights: torch.Tensor | None,
     kind: torch.dtype | None,
 ) -> torch.Tensor:
-    """m_sizes, contiguous; InputError where a hook on saved tensors made others of w, m_sizes and the routing weights.
+    """m_sizes, contiguous; InputError if a hook on saved tensors replaced w, m_sizes or the routing weights.
 
-    A program of the gradient compares all tensors but m_sizes with those that it was recorded with, and ``_as_saved``
-    does not know the shape of w and the dtype of the routing weights.
+    A program of the gradient compares all tensors but m_sizes with the recorded ones, and ``_as_saved`` does not know
+    the shape of w and the dtype of the routing weights.
     """
     if w is not None and w.shape != w_shape:
         Saved.beside("grouped_gemm", dy).whole("w", w, w_shape)
@@ -264,7 +264,7 @@ def counts_as_saved(
 def _as_saved(
     call: Call, dy: torch.Tensor, x: torch.Tensor | None, needs: Needs, adapter: LowRank | None, u: torch.Tensor | None
 ) -> tuple[Call, torch.Tensor | None, LowRank | None, torch.Tensor | None]:
-    """The tensors that the forward saved, as kernels read them; InputError where a hook made others of them."""
+    """The tensors that the forward saved, as kernels read them; InputError if a hook replaced any of them."""
     saved, fusions, w = Saved.beside("grouped_gemm", dy), call.fusions, call.w
     E, N, K = w.shape[0], call.N, call.K
     if isinstance(w, torch.Tensor) and (needs[0] or needs[2]):

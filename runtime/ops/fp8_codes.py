@@ -32,10 +32,13 @@ def column_codes(
     blocks: bool = False,
     executor: EagerExecutor = EAGER,
 ) -> ColumnCodes:
-    """Quantise sorted rows t [M, C] along M; with ``index`` [M] the rows t[index // top_k].
+    """Quantise sorted rows t [M, C] along M; with ``index`` [M] the rows t[index
+
+    top_k].
 
     m_sizes [E] int32 or int64 are the rows of each expert; rows past their sum are not read. C is a multiple of 128.
-    With ``blocks`` 128 columns share a scale: dW reads such codes of x, and of dy those with a scale for each column.
+    With ``blocks`` 128 columns share a scale: dW reads x's codes with ``blocks``, and dy's with a scale for each
+    column.
     """
     if tensors.on_gpu(t):
         from ..launch import fp8_codes as launch
@@ -48,7 +51,7 @@ def column_codes(
 
 
 def takes_gradients(dout: torch.Tensor, x: torch.Tensor, h: torch.Tensor, E: int, I: int) -> bool:  # noqa: E741
-    """True if ``both_codes`` and ``gradient_codes`` can run for a layer's backward: kernels alone do them."""
+    """True if ``both_codes`` and ``gradient_codes`` can run for a layer's backward; they have kernels only."""
     tensors_of = dout, x, h
     if not all(tensors.on_gpu(t) and t.dtype is torch.bfloat16 and t.is_contiguous() for t in tensors_of):
         return False
@@ -118,10 +121,11 @@ def dW_of_codes(
     dtype: torch.dtype = torch.bfloat16,
     executor: EagerExecutor = EAGER,
 ) -> torch.Tensor:
-    """Return dw [E, N, K] = dy8.T @ x8 of each expert's rows, summed in float32; zeros of an expert without rows.
+    """Return dw [E, N, K] = dy8.T @ x8 of each expert's rows, summed in float32; zeros for an expert without rows.
 
-    dy is of [M, N] and x of [M, K] with ``blocks``, of the same m_sizes [E]. The result is written to ``out``, or
-    added to it with ``accumulate``: dense, bfloat16 or float32. Without it new memory of ``dtype`` is returned.
+    dy8 is the codes of [M, N], x8 the codes of [M, K] with ``blocks``, both with the same m_sizes [E]. The result is
+    written to ``out``, or added to it with ``accumulate``: dense, bfloat16 or float32. Without ``out`` new memory of
+    ``dtype`` is returned.
     """
     E, N, K = m_sizes.shape[0], dy.codes.shape[0], x.codes.shape[0]
     writes, dw = out is not None, executor.new(x.codes, (E, N, K), dtype, per=0) if out is None else out

@@ -13,8 +13,8 @@ from . import gather_combine
 from .fp8_codes import column_codes, dW_of_codes
 from .products import weight
 
-# N K / (N + K): codes take M (N + K) and save M N K. dW with its row kernels against bf16 with gathers on an H200,
-# 32,768 tokens: Qwen3-30B 1.07 at 560 and 1.13 at 880, DeepSeek-V3 1.27 at 1,590.
+# Least N K / (N + K) for codes: making codes costs M (N + K), and they save M N K. dW with its row kernels against bf16
+# with gathers on an H200, 32,768 tokens: Qwen3-30B 1.07x at 560 and 1.13x at 880, DeepSeek-V3 1.27x at 1,590.
 LEAST = 500
 
 
@@ -33,7 +33,7 @@ class Picked(NamedTuple):
 
 
 def multiplies_codes(N: int, K: int) -> bool:
-    """True if dW of [N, K] is of codes."""
+    """True if dW of [N, K] is computed from codes."""
     return N * K >= LEAST * (N + K)
 
 
@@ -48,8 +48,8 @@ def grad_weight(
 ) -> torch.Tensor:
     """dw[e] = q(dy).T @ q(x) of expert e's rows: [E, N, K], or [E, K, N] with ``Layout.KN``; zeros without rows.
 
-    q(t) are t's e4m3 codes times their scales: of 128 rows and a column of the first of dy and x that dw has, of 128
-    rows and 128 columns of the other. For small N and K q(t) is t. Sums are fp32.
+    q(t) are t's e4m3 codes times their scales: for 128 rows and a column of the operand of dw's first dimension, for
+    128 rows and 128 columns of the other. For small N and K q(t) is t. Sums are fp32.
     """
     N, K = dy.rows.shape[1], x.rows.shape[1]
     if not multiplies_codes(N, K):

@@ -68,9 +68,9 @@ class Fp8Gemm(torch.autograd.Function):
         fp8: Fp8Weights,
         plan: Any = None,
     ) -> torch.Tensor:
-        """The product; what a gradient needs is saved.
+        """Run the product, and save the tensors that its gradient needs.
 
-        ``fp8`` is what a block keeps of w, and ``plan`` an ``api.fp8.Fp8ProductPlan``.
+        ``fp8`` has w's codes that a ``reuse_fp8_weights`` block keeps, ``plan`` is an ``api.fp8.Fp8ProductPlan``.
         """
         note_mode(ctx)
         needs_x, needs_w, needs_weights, _ = wanted(ctx.needs_input_grad, form)
@@ -109,7 +109,7 @@ class Fp8Gemm(torch.autograd.Function):
 def product(
     call: Call, x: torch.Tensor, fp8: Fp8Weights, out: torch.Tensor | None = None, executor: EagerExecutor = EAGER
 ) -> torch.Tensor:
-    """y of a call, without a gradient; ``fp8`` is what a block keeps of its w."""
+    """y of a call, without a gradient; ``fp8`` has w's codes, if a ``reuse_fp8_weights`` block keeps them."""
     layout = call.form.layout
     w = of_forward(call.dense, layout, executor) if fp8.of_forward is None else fp8.of_forward
     call = call._replace(form=call.form._replace(layout=Layout.NK), w=w)
@@ -153,7 +153,7 @@ class Fp8Layer(torch.autograd.Function):
     ) -> torch.Tensor:
         """Run the layer, and save the tensors that its gradient needs.
 
-        ``fp8`` is what a block keeps of both weights, and ``plan`` an ``api.fp8.Fp8LayerPlan``.
+        ``fp8`` has the codes that a ``reuse_fp8_weights`` block keeps, ``plan`` is an ``api.fp8.Fp8LayerPlan``.
         """
         note_mode(ctx)
         run = layer_forward if plan is None else plan.forward
@@ -194,7 +194,7 @@ class Fp8Layer(torch.autograd.Function):
 
 
 class SavedWeights(NamedTuple):
-    """The weights of a product as a forward saved them: the tensor, or what a block keeps of it for dX, or neither."""
+    """The weights of a product as a forward saved them: w, its codes for dX from ``reuse_fp8_weights``, or neither."""
 
     name: str
     w: torch.Tensor | None
@@ -381,7 +381,7 @@ def layer_forward(
     into: torch.Tensor | None = None,
     executor: EagerExecutor = EAGER,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """out [T, H] and, with ``keeps_h``, h. ``fp8`` is what a block keeps of both weights."""
+    """out [T, H] and, with ``keeps_h``, h. ``fp8`` has the weights' codes that a block keeps."""
     up, down = (
         of_forward(w, how.layout, executor) if kept.of_forward is None else kept.of_forward
         for w, kept in zip(parameters[:2], fp8, strict=True)

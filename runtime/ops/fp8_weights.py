@@ -19,7 +19,7 @@ from .fp8_codes import quantise_weights
 class Fp8Weights(NamedTuple):
     """w of E experts in fp8 that a block keeps for forwards, [E, N, K], and for their backwards, [E, K, N].
 
-    None where a forward, and a backward, is to quantise w itself.
+    None if the forward, or the backward, quantises w itself.
     """
 
     of_forward: ExpertWeights | None
@@ -37,7 +37,7 @@ class _Kept(NamedTuple):
 
 
 _blocks = 0  # open blocks of all threads
-_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the caller's tensor, which this does not keep alive
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weak keys: the callers' tensors are not kept alive
 
 
 @contextlib.contextmanager

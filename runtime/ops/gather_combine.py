@@ -1,4 +1,4 @@
-"""Rows of tokens: copied into the sorted order, and out of it each token's added up. By a bundle's kernel, or torch."""
+"""Copy tokens' rows into the sorted order, and sum each token's sorted rows: by a bundle's kernel, or torch."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _combined_by_torch(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     T, wide = y.shape[0] // top_k, torch.promote_types(y.dtype, torch.float32)
-    step = max(1, _CHUNK_ELEMENTS // max(1, top_k * y.shape[1]))  # tokens at a time, as their rows are wide meanwhile
+    step = max(1, _CHUNK_ELEMENTS // max(1, top_k * y.shape[1]))  # tokens at a time, to limit float32 temporaries
     parts = []
     for start in range(0, T, step):
         slots = slice(start * top_k, (start + step) * top_k)

@@ -47,7 +47,7 @@ class GradY(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, dy: torch.Tensor, *, gathers: bool) -> GradY:
-        """With ``gathers`` dy is gathered into ``sorted`` first, because dW then is faster, and dX reads it, too."""
+        """With ``gathers`` dy is gathered into ``sorted`` first: dW is then faster, and dX reads ``sorted``, too."""
         dy = dy if rows_usable(dy) else dy.contiguous()
         if not call.form.permute_y:
             return cls(dy, dy)
@@ -55,7 +55,7 @@ class GradY(NamedTuple):
 
     @property
     def gathered(self) -> torch.Tensor:
-        """``sorted``, which was gathered."""
+        """Return ``sorted``; it must have been gathered."""
         if self.sorted is None:
             raise AssertionError("dy was not gathered")
         return self.sorted
@@ -66,7 +66,7 @@ def grad_x(call: Call, dy: GradY, executor: EagerExecutor = EAGER, beside: Besid
     topk, index = call.form.topk, call.fusions.index
     many = call.x_rows * topk
     if beside is not None and call.form.permute_x and call.fusions.weights is None and many == call.M:
-        # Code that adds a low-rank part stores rows where they are: they are put in their places afterwards.
+        # Kernels that add a low-rank part don't scatter: rows are scattered afterwards.
         raw = low_rank.product(_rows_of_dx(call, dy, None, moves=False), *beside, executor)
         if index is None:
             raise AssertionError("no index")
@@ -95,7 +95,7 @@ def grad_x_and_weights(
     raw = _grad_rows(call, dy, None, EAGER, beside)
     part = reference.taking_part(call.m_sizes, index, T * topk, call.M)
     index = reference.rows_of(index, T * topk)
-    if call.form.permute_x:  # token order already; what takes no part may hold anything
+    if call.form.permute_x:  # already in token order; rows that take no part may hold anything
         taken = _to_flat(part, part, index, T * topk)
         dots = torch.where(taken, _dots(raw.view(T, topk, call.K), x[:, None, :]).view(-1), 0)
         dx = _weighted(raw.view(T, topk, call.K), torch.where(taken, flat, 0).view(T, topk, 1), slots=True)
@@ -113,7 +113,7 @@ def grad_x_and_weights(
 def grad_w_and_bias(
     call: Call, dy: GradY, x: torch.Tensor | None, *, bias: bool, executor: EagerExecutor = EAGER
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dw as w lies, dense (with x, ``sorted_x``), and dbias [E, N]: dW with ones for x. Without rows it is zero.
+    """dw in w's layout, dense (with x, ``sorted_x``), and dbias [E, N]: dW with ones for x. Without rows it is zero.
 
     Rows whose index is out of range are zero in the gathered operand. The sorted operand must be finite there: masking
     it would cost every call a launch.
@@ -133,7 +133,7 @@ def grad_w_and_bias(
             )
     if bias:
         ones = rows_dy.new_ones((call.M, _ONES))
-        if form.permute_x and flat is None and index is not None:  # else what takes no part is zero in dy by now
+        if form.permute_x and flat is None and index is not None:  # else rows that take no part are zero in dy already
             ones.masked_fill_(((index < 0) | (index >= call.x_rows * form.topk))[:, None], 0)
         dbias = weight(rows_dy, ones, call.m_sizes, strict=False, bucket=form.bucket)[:, :, 0].contiguous()
     return dw, dbias
@@ -142,7 +142,7 @@ def grad_w_and_bias(
 def grad_adapter(
     call: Call, dy: GradY, x: torch.Tensor, beside: Beside, u: torch.Tensor, executor: EagerExecutor = EAGER
 ) -> LowRankGradients:
-    """dA [E, r, K] and dB [E, N, r]; x is sorted (``sorted_x``), and u [M, r] what the forward made of it."""
+    """dA [E, r, K] and dB [E, N, r]; x is sorted (``sorted_x``), and u [M, r] is x @ A.T from the forward."""
     flat, bucket = call.flat_weights(dy.rows), call.form.bucket
     dB = weight(dy.gathered, _scaled(call, u, flat), call.m_sizes, bucket=bucket, executor=executor)
     return LowRankGradients(
@@ -151,7 +151,7 @@ def grad_adapter(
 
 
 def sorted_x(call: Call, x: torch.Tensor, executor: EagerExecutor = EAGER) -> torch.Tensor:
-    """The rows of x [M, K] in the sorted order; those of an index out of range are zero."""
+    """The rows of x [M, K] in the sorted order; rows with an index out of range are zero."""
     form, index = call.form, call.fusions.index
     if not form.permute_x or index is None:
         return x
@@ -210,7 +210,7 @@ def _grad_rows(
 
 
 def _places(m_sizes: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """int32 [M]: the sorted row of each of M slots, -1 of one that takes no part; index [M]."""
+    """int32 [M]: the sorted row of each of M slots, -1 for a slot that takes no part; index [M]."""
     from ...kernels import reference
 
     M = index.shape[0]
@@ -235,7 +235,7 @@ def _gathered(tensor: torch.Tensor, index: torch.Tensor | None, index_end: int, 
 def _dots(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The dot products along the last dimension, summed in float32 or wider, some rows at a time.
 
-    Products of bfloat16 are rounded to it: that is as much as the factors are, and a third of the memory's work.
+    Products of bfloat16 are rounded to it: as much as the factors, for a third of the memory traffic.
     """
     wide = torch.promote_types(left.dtype, torch.float32)
     if left.dtype is right.dtype is torch.bfloat16:
@@ -256,5 +256,5 @@ def _weighted(raw: torch.Tensor, weights: torch.Tensor, *, slots: bool) -> torch
 
 def _to_flat(values: torch.Tensor, part: torch.Tensor, index: torch.Tensor, many: int) -> torch.Tensor:
     """[many] with values[i] at index[i] for the rows that take part, zero elsewhere."""
-    target = torch.where(part, index, many)  # one place more takes the others
+    target = torch.where(part, index, many)  # an extra entry takes the other rows
     return values.new_zeros(many + 1).index_copy_(0, target, values.masked_fill(~part, 0))[:many]

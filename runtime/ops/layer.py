@@ -47,8 +47,9 @@ GATED_IN_PRODUCT = RowActivation(
     Activation("silu"), gated=True, interleaved=False
 )  # the activation that a product's epilogue supports
 NO_ADAPTERS = Adapters(None, None)
-Forward: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]"  # see forward
-_H = "x @ gate_up_weight.T"  # what an error calls h
+# The results of ``forward``.
+Forward: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]"
+_H = "x @ gate_up_weight.T"  # the name of h in errors
 _ONES = 8  # columns that sum dh's rows, or weigh dout's: 16 bytes of a 16-bit type
 
 
@@ -84,7 +85,7 @@ NOTHING_NARROW = Narrow(None, None)
 
 
 class Kept(NamedTuple):
-    """The properties that no other tensor of a backward has: the routing weights' dtype, and the columns of h."""
+    """Facts that no other tensor of a backward tells: the routing weights' dtype, and the columns of h."""
 
     dtype: torch.dtype
     columns: int
@@ -96,7 +97,7 @@ class Kept(NamedTuple):
     def check(
         self, dout: torch.Tensor, weights: torch.Tensor, h: torch.Tensor | None, narrow: Narrow = NOTHING_NARROW
     ) -> None:
-        """Raise InputError where a hook on saved tensors made others of these, or of the rows of ``narrow``.
+        """Raise InputError if a hook on saved tensors replaced these, or the rows of ``narrow``.
 
         A program of the gradient takes any number of rows, and does not compare these.
         """
@@ -145,8 +146,8 @@ def forward(
 ) -> Forward:
     """Compute out [T, H], h [T*k, 2*I] and the adapters' ``Narrow`` rows of x [T, H] and the routing weights [T, k].
 
-    out is ``into`` if it is given; x are codes with ``x_scale`` (``Rows``). Without ``keeps_h`` it is alone, and
-    silu(gate) * up may be the first product's own work (``dispatch/plans.py``).
+    out is ``into`` if it is given; x are codes with ``x_scale`` (``Rows``). Without ``keeps_h`` only out is returned,
+    and silu(gate) * up may be in the first product's epilogue (``dispatch/plans.py``).
     """
     k, layout, act, bucket = layer
     index, m_sizes, bounds, experts, places = routing
@@ -261,7 +262,7 @@ class MoeLayer(torch.autograd.Function):
 class AdaptedLayer(torch.autograd.Function):
     """A layer with low-rank adapters, whose A and B have gradients: (A, B) of the first product, then of the second.
 
-    Where there is none, both are None.
+    If a product has no adapter, both are None.
     """
 
     @staticmethod
@@ -313,7 +314,7 @@ class AdaptedLayer(torch.autograd.Function):
 
 
 def _as_kept(frozen: Sequence[Frozen | None], *saved: torch.Tensor | None) -> tuple[Any, ...]:
-    """Weights that a forward kept: saved tensors, and quantised weights that nobody has written since."""
+    """Weights that a forward kept: saved tensors, or quantised weights that were not written to since."""
     return tuple(tensor if w is None else w.unchanged() for w, tensor in zip(frozen, saved, strict=True))
 
 
@@ -371,7 +372,7 @@ def with_adapters(
     narrow: Narrow,
     executor: EagerExecutor = EAGER,
 ) -> tuple[tuple[torch.Tensor | None, ...], tuple[LowRankGradients | None, LowRankGradients | None]]:
-    """The gradients, and those of adapters for which there is what the forward kept, ``narrow``."""
+    """The gradients, and those of the adapters whose forward results are in ``narrow``."""
     x, parameters, weights, h, adapters, narrow = as_saved(
         layer, dout, x, parameters, weights, h, routing, adapters, narrow
     )
@@ -468,7 +469,7 @@ def as_saved(
     adapters: Adapters,
     narrow: Narrow,
 ) -> tuple[torch.Tensor | None, Weights | FrozenWeights, torch.Tensor, torch.Tensor | None, Adapters, Narrow]:
-    """The tensors that the forward saved, as kernels read them; InputError where a hook made others of them."""
+    """The tensors that the forward saved, as kernels read them; InputError if a hook replaced any of them."""
     saved, (T, H) = Saved.beside("moe_mlp", dout), dout.shape
     M, E, layout = routing.gather_indices.shape[0], routing.m_sizes.shape[0], layer.layout
     weights = saved.whole("topk_weights", weights, (T, layer.top_k), FLOATS)
@@ -505,7 +506,7 @@ def _shape(E: int, N: int, K: int, layout: Layout) -> tuple[int, int, int]:
 
 
 def slot_weights(weights: torch.Tensor, like: torch.Tensor, executor: EagerExecutor = EAGER) -> torch.Tensor:
-    """The routing weights by slot, [T*k]: float32 or in like's dtype as they are, which kernels read; else widened."""
+    """The routing weights by slot, [T*k]: unchanged in float32 or like's dtype, which kernels read; else widened."""
     if weights.dtype in (like.dtype, torch.float32):
         return weights.detach().reshape(-1).contiguous()
     return executor.call(partial(flat, wide=wide_of(like)), weights)  # type: ignore[no-any-return]
@@ -516,7 +517,7 @@ def columns(w: torch.Tensor | ExpertWeights, layout: Layout) -> int:
     return w.shape[1 if layout is Layout.NK else 2]
 
 
-# What torch does of a gradient (``EagerExecutor.call``). No tensor is in here but those given, and no number of rows.
+# Torch's part of a gradient (``EagerExecutor.call``): functions of their arguments only, for any number of rows.
 
 
 def _weighted(u: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -534,7 +535,7 @@ def ones(dh: torch.Tensor) -> torch.Tensor:
 def row_scales(weights: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     by_row = weights.detach().reshape(-1)[index]
     if by_row.dtype not in (dtype, torch.float32):
-        by_row = by_row.to(torch.float32 if dtype is not torch.float64 else dtype)  # as ``slot_weights``
+        by_row = by_row.to(torch.float32 if dtype is not torch.float64 else dtype)  # as in ``slot_weights``
     return by_row.to(dtype)[:, None].expand(-1, _ONES).contiguous()
 
 
@@ -552,7 +553,7 @@ def of_weights(
     E: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """dweights [T, k], and dot(dout[t], bias[expert of t's slot s]) of every slot that takes part; not by autocast."""
+    """dweights [T, k], plus dot(dout[t], bias[expert of t's slot s]) for slots that take part; without autocast."""
     dweights = dweights.view(-1, top_k)
     if bias is None or dout is None or experts is None or not E:
         return dweights.to(dtype)

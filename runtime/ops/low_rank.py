@@ -38,7 +38,7 @@ class Lora(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """A [E, r, K], B [E, N, r] in the product's dtype, and s."""
+    """A [E, r, K], B [E, N, r] in the product's dtype, and the scale s."""
 
     A: torch.Tensor
     B: torch.Tensor
@@ -70,7 +70,7 @@ def adapters_given(lora: object) -> tuple[Lora | None, Lora | None]:
 
 
 def scales_of(lora: tuple[Lora | None, Lora | None]) -> tuple[object, ...]:
-    """The parts of a plan's key that come from these adapters, beside their tensors.
+    """The parts of a plan's key that come from these adapters, except their tensors.
 
     Raises
     ------
@@ -111,7 +111,7 @@ def as_read(matrix: torch.Tensor, dtype: torch.dtype, E: int, of_r: int) -> torc
     """
     # (Each check avoids a view, which autograd would record.)
     if matrix.dtype is not dtype:
-        matrix = matrix.to(dtype, memory_format=torch.contiguous_format)  # one copy, of PEFT's order of elements too
+        matrix = matrix.to(dtype, memory_format=torch.contiguous_format)  # one copy for dtype and PEFT's strides
     if more := -matrix.shape[of_r] % (ALIGNMENT_BYTES // dtype.itemsize):
         matrix = torch.nn.functional.pad(matrix, (0, more) if of_r == 2 else (0, 0, 0, more))
     if matrix.stride(2) != 1 and matrix.shape[2] != 1:
@@ -189,7 +189,8 @@ def _scaled(narrow: torch.Tensor, adapter: LowRank, executor: EagerExecutor) -> 
     return narrow if adapter.scale == 1 else executor.call(partial(_times, scale=adapter.scale), narrow)
 
 
-# torch's part of it, in place. These functions hold no tensor: a program passes all (``EagerExecutor.call``).
+# Torch's part of a low-rank product, in place. These functions hold no tensor: a program passes all tensors
+# (``EagerExecutor.call``).
 
 
 def _zero(u: torch.Tensor) -> torch.Tensor:
@@ -211,7 +212,7 @@ def forward(
     executor: EagerExecutor = EAGER,
     x_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y [y_rows, N]. Rows that nobody writes are zero with permute_y or zero_tail, else left as they are.
+    """y [y_rows, N]. Rows that are not stored to are zero with permute_y or zero_tail, else unchanged.
 
     x are codes with ``x_scale`` (``Rows``).
     """
@@ -226,7 +227,7 @@ def with_adapter(
     executor: EagerExecutor = EAGER,
     x_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The forward with an adapter's part; and u [M, r], which its gradients read."""
+    """The forward with an adapter's part, and u [M, r] for the gradients."""
     u = None
     if adapter is not None:
         index = call.fusions.index if call.form.permute_x else None
@@ -245,7 +246,7 @@ def with_adapter(
 
 
 def forward_rows(call: Call, x: torch.Tensor, executor: EagerExecutor = EAGER) -> Rows:
-    """The forward as a product, into a y of its own."""
+    """The forward as a product, into a new y."""
     form, bias = call.form, call.fusions.bias
     zeros = form.permute_y or form.zero_tail
     weights = call.fusions.weights

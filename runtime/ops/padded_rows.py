@@ -41,7 +41,7 @@ _ONES = 8  # columns of a matrix of ones that sums dy's rows: 16 bytes in bf16
 
 
 class Placed(NamedTuple):
-    """The rows that are there, of R: ``index`` int32 [R], of which the first ``bounds[E]`` count, any row after them.
+    """The rows of experts among R rows: ``index`` int32 [R] lists them first, ``bounds[E]`` of them, then any rows.
 
     ``m_sizes`` int32 [E] are the counts, brought into range, ``bounds`` int32 [E+1] their sums.
     """
@@ -52,7 +52,7 @@ class Placed(NamedTuple):
 
 
 class How(NamedTuple):
-    """All of a product that is no tensor; ``bucket`` is that of the rows that are expected (``Rows.expected``)."""
+    """The non-tensor arguments of a product; ``bucket`` is the bucket of the expected rows (``Rows.expected``)."""
 
     reads: bool
     writes: bool
@@ -66,8 +66,8 @@ class How(NamedTuple):
 def place(m_sizes: torch.Tensor, starts: torch.Tensor | None, room: int, R: int) -> Placed:
     """List the rows of experts among R rows, without reading anything on the host.
 
-    Expert e's begin at starts[e], without ``starts`` at e * room, and are ``room`` at most. A count below zero is zero,
-    and no expert's rows pass R.
+    Expert e's rows begin at starts[e], or without ``starts`` at e * room, and are at most ``room``. A count below zero
+    is zero, and no expert's rows pass R.
     """
     E, device = m_sizes.shape[0], m_sizes.device
     placed = _by_kernel(m_sizes, starts, room, R)
@@ -83,7 +83,7 @@ def place(m_sizes: torch.Tensor, starts: torch.Tensor | None, room: int, R: int)
         first = starts.long()
         left = torch.where(first >= 0, R - first, 0).clamp(0, room)
         counts = torch.minimum(m_sizes.long().clamp(min=0), left)
-    bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).clamp_(max=R)  # (starts that overlap name more)
+    bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).clamp_(max=R)  # overlapping starts may add up to more
     rows = torch.arange(R, device=device)
     expert = torch.searchsorted(bounds[1:], rows, right=True).clamp_(max=E - 1)
     index = torch.where(rows < bounds[E], first[expert] + rows - bounds[expert], 0)
@@ -133,7 +133,7 @@ def product(
     executor: EagerExecutor = EAGER,
     x_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y [R, N] of x [R, K], and what an adapter's A made of rows; padding of ``out`` stays as it is.
+    """y [R, N] of x [R, K], and an adapter's x @ A.T; padding of ``out`` stays as it is.
 
     x are codes with ``x_scale`` (``Rows``).
     """
@@ -157,9 +157,9 @@ def in_place(
     executor: EagerExecutor = EAGER,
     bounds: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """y [R, N] of codes x [R, K], read where they arrive; None where no kernel pays.
+    """y [R, N] of codes x [R, K], read in place; None where no kernel pays.
 
-    With ``bounds`` (``Placed``) rows of y are packed, and else where x's are.
+    With ``bounds`` (``Placed``) rows of y are packed, else they are where x's are.
     """
     if bias is not None or how.zero_tail:
         return None
@@ -255,7 +255,7 @@ class PaddedGemm(torch.autograd.Function):
         how: How,
         scale: float,
     ) -> torch.Tensor:
-        """The product; what a gradient needs is saved."""
+        """Run the product, and save the tensors that its gradient needs."""
         adapter = None if A is None or B is None else LowRank(A, B, scale)
         y, u = product(x, w, placed, how, bias, adapter)
         needs_x, needs_w, _, *low = ctx.needs_input_grad[:5]
@@ -268,7 +268,7 @@ class PaddedGemm(torch.autograd.Function):
             B,
             u if learns else None,
         )
-        ctx.call = placed, how, scale, w.shape, x.shape  # (new tensors of this call: no hook gets them)
+        ctx.call = placed, how, scale, w.shape, x.shape  # new tensors of this call: hooks don't get them
         return y
 
     @staticmethod
@@ -307,11 +307,11 @@ def _wanted(needs: tuple[bool, bool, bool], how: How) -> tuple[bool, bool, bool]
 
 
 class PackedActivation(torch.autograd.Function):
-    """a [R, I] of packed rows h [R, 2*I] or [R, I], and dh: rows past those that are there hold anything."""
+    """a [R, I] of packed rows h [R, 2*I] or [R, I], and dh: rows after the packed ones hold anything."""
 
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor, act: RowActivation, bounds: torch.Tensor) -> torch.Tensor:
-        """The activation of the rows that are there."""
+        """Run the activation on the packed rows."""
         ctx.save_for_backward(h)
         ctx.call = act, bounds, h.shape
         return activation.forward(h, act, bounds)
@@ -343,7 +343,7 @@ def layer(
 ) -> torch.Tensor:
     """y [R, H] = act(x @ gate_up[e].T) @ down[e].T of padded rows x [R, H]; ``how.top_k`` is 1.
 
-    y is ``into`` if it is given, whose padding stays as it is without ``zero_tail``. Where nothing needs a gradient.
+    y is ``into`` if it is given, whose padding stays as it is without ``zero_tail``. For calls without a gradient.
     x are codes with ``x_scale`` (``Rows``), which begin at ``starts``.
     """
     _, layout, act, bucket = how

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 def rows(call: Rows, y: torch.Tensor, executor: EagerExecutor = EAGER) -> torch.Tensor:
     """Write y, and return it. Rows of y that nothing is stored to are left as they are, or zero with zero_tail.
 
-    Where the reduction is empty the others have their bias alone; without a bias all of y is zero.
+    If the reduction is empty, stored rows have only their bias; without a bias all of y is zero.
     """
     end = call.index_end(y.shape[0])
     on_gpu = tensors.on_gpu(call.x)
@@ -118,7 +118,7 @@ def new_rows(call: Rows, many: int, executor: EagerExecutor = EAGER) -> torch.Te
         with on(call.x.get_device()):
             product = resolve_new(call, size[1])
             if product is not None and product.by_torch is not None:
-                from .torch_fallback import into_new  # here, as few choices have it
+                from .torch_fallback import into_new  # here, as few choices are torch's
 
                 by_torch = partial(
                     into_new, grouped=product.by_torch, layout=call.as_forward(), zero_tail=call.zero_tail
@@ -209,7 +209,7 @@ def _on_cuda(call: Rows, y: torch.Tensor, end: int, executor: EagerExecutor = EA
 
 
 def _check_may_be_torchs(call: Rows) -> None:
-    """ProblemNotInBundle in the batch-invariant mode: sums of torch, and what it rounds, may depend on the batch."""
+    """Raise ProblemNotInBundle in the batch-invariant mode: torch's sums and roundings may depend on the batch."""
     from ..dispatch.snapshot import snapshot
 
     if snapshot().invariance is None:
@@ -246,7 +246,7 @@ def weight(
     """dw[g] = dy[rows of g].T @ x[rows of g], [E, N, K] or [E, K, N] in x's dtype; zeros for an expert without rows.
 
     dy [M, N] and x [M, K] in the sorted order. ``strict`` overrides PRETUNED_STRICT.
-    ``bucket`` is that of the rows that a kernel is chosen for, if it is not M's.
+    ``bucket`` is the bucket of rows that a kernel is chosen for, if it is not M's.
     """
     if layout is Layout.KN:  # dw[g].T: the operands change places
         return weight(x, dy, m_sizes, pin=pin, strict=strict, bucket=bucket, executor=executor)
@@ -314,8 +314,8 @@ def with_low_part(
 ) -> bool:
     """Write x @ w.T + narrow @ second.T, with each row's expert, to y by one kernel.
 
-    False, and nothing is written, where there is no code for it. ``narrow`` is [M, r]; ``second`` lies as w of
-    ``Layout.NK`` does: [E, N, r] of the forward, [E, r, K] of dX.
+    False, and nothing is written, where there is no code for it. ``narrow`` is [M, r]; ``second`` has the layout of w
+    with ``Layout.NK``: [E, N, r] in the forward, [E, r, K] in dX.
     """
     if not (call.M and call.x.numel() and all(call.sizes)) or not tensors.on_gpu(call.x):
         return False
@@ -375,9 +375,9 @@ def rows_in_place(call: Rows, executor: EagerExecutor = EAGER, y: torch.Tensor |
 
 
 def gated_rows(call: Rows, executor: EagerExecutor = EAGER) -> torch.Tensor | None:
-    """silu(gate) * up of this product, [M, N/2], by one kernel; None where ``resolve_gated`` has none.
+    """silu(gate) * up of this product, [M, N/2], by one kernel; None if ``resolve_gated`` returns None.
 
-    Rows of no expert hold anything, and so do those of an index out of range.
+    Rows of no expert hold anything, and so do rows with an index out of range.
     """
     if not (call.M and call.x.numel() and all(call.sizes)) or not tensors.on_gpu(call.x):
         return None
@@ -396,7 +396,7 @@ def gated_rows(call: Rows, executor: EagerExecutor = EAGER) -> torch.Tensor | No
 def of_activated(
     call: Rows, act: RowActivation, executor: EagerExecutor = EAGER, into: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """act(x) @ w.T of x [M, 2*K] or [M, K], by one row kernel that makes codes of act(x), and the product of those.
+    """act(x) @ w.T of x [M, 2*K] or [M, K]: one row kernel makes codes of act(x), then the product of these codes.
 
     None where w's product takes x as it is, or no bundle has that row kernel. y [M, N] is ``into`` if it is given.
     Without ``zero_tail`` rows of a new y that nothing is stored to hold anything.

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def operands(call: Rows, weights: ExpertWeights) -> tuple[torch.Tensor, Dequantised]:
-    """x, and the matrices that it is multiplied with the other way round: y = x @ matrix.T."""
+    """x, and each matrix transposed: y = x @ matrix.T."""
     scale = weights.precision.x.scale
     if call.op is not Op.FORWARD:
         return call.x, Dequantised(weights, call.x.dtype, transposed=True)
@@ -38,13 +38,7 @@ def operands(call: Rows, weights: ExpertWeights) -> tuple[torch.Tensor, Dequanti
 
 
 def no_kernel(format: str) -> None:
-    """Say, once, that torch multiplies with weights of this format on a GPU.
-
-    Raises
-    ------
-    ProblemNotInBundle
-        with PRETUNED_STRICT=1, and in a graph capture.
-    """
+    """Log once that torch multiplies with weights of this format on a GPU."""
     if settings.settings().strict:
         raise ProblemNotInBundle(
             f"PRETUNED_STRICT: no bundle has a kernel for {format} weights. Dequantise them "

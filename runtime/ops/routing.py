@@ -24,8 +24,8 @@ class Routing(NamedTuple):
 
     ``gather_indices`` [T*k]: the flat token*k + slot of each sorted row; ``m_sizes`` int32 [E]: each expert's rows;
     ``bounds`` int32 [E+1]: where each expert's rows begin, and where the last one's end; ``experts`` int32 [T*k]: each
-    slot's expert, not in [0, E) for one that takes no part; ``places`` int32 [T*k]: each slot's sorted row, -1 for one
-    that takes no part.
+    slot's expert, not in [0, E) for a slot that takes no part; ``places`` int32 [T*k]: each slot's sorted row, -1 for
+    a slot that takes no part.
     """
 
     gather_indices: torch.Tensor
@@ -55,9 +55,9 @@ def sort_slots(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, ...] | None:
     """(order int64 [M], m_sizes int32 [E], bounds int32 [E + 1], experts, places int32 [M]) of ``ids``, M of any shape.
 
     As ``Routing`` has them; a slot whose id is not in [0, E) comes after all others, and its expert is E. The
-    order is stable. None where no kernel does it: torch is to.
+    order is stable. None if no kernel does it, so that torch sorts.
     """
-    # First of all whether this is a call, and no trace of one: that must not even look at sizes.
+    # First check that this is a call and no trace: a trace must not even read sizes.
     if type(ids) is not torch.Tensor or _compiling() or _traced() is not None or _modes() or _transformed():
         return None
     step, M = _STEPS.get(ids.dtype), ids.numel()

@@ -58,7 +58,7 @@ def _product(
     grouped: Callable[..., torch.Tensor], x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, layout: Layout
 ) -> torch.Tensor:
     M, K = x.shape
-    x = x.as_strided((M, K), (x.stride(0) if M > 1 else K, 1))  # torch minds the stride of a single row
+    x = x.as_strided((M, K), (x.stride(0) if M > 1 else K, 1))  # torch checks the stride even of a single row
     return grouped(x, w.transpose(1, 2) if layout is Layout.NK else w, offs=ends)
 
 
@@ -126,7 +126,7 @@ def store(
     used = index if scatter or row_weights is not None or gathered else None
     part = reference.taking_part(m_sizes, used, index_end, M)
     if scatter and index is not None:
-        # One row more takes those that have no place: no look at the mask from the host.
+        # An extra row takes the rows without a place, so the host need not read the mask.
         target = torch.where(part, index.long(), y.shape[0])
         grown = torch.cat([y, y.new_empty((1, y.shape[1]))])
         y.copy_(grown.index_copy_(0, target, product)[:-1])

@@ -93,7 +93,7 @@ def read(
 
 
 def _matrices(tensors: Mapping[str, torch.Tensor], part: str | None) -> list[list[_Matrix]]:
-    """The matrices of each expert, gate before up; of all at once where they are stacked."""
+    """The matrices of each expert, gate before up; if they are stacked, of all experts at once."""
     by_expert: dict[int | None, dict[str, Suffixes]] = {}
     layers, parts = set(), set()
     for name, tensor in _mapping("tensors", tensors).items():
@@ -152,7 +152,7 @@ def _matrices(tensors: Mapping[str, torch.Tensor], part: str | None) -> list[lis
 
 
 def _modules(layer: str, expert: int | None, projection: str) -> tuple[str, ...]:
-    """The names that a config may have for a matrix: of stacked ones also what they were before."""
+    """The names that a config may have for a matrix; for stacked matrices also the names before stacking."""
     if expert is not None:
         return quantization.names_of(f"{layer}{expert}.{projection}")
     single = {"gate_up_proj": ("gate_proj", "w1"), "": ()}.get(projection, (projection,))
@@ -225,7 +225,7 @@ def _stacked(readers: list[_Reader], named: list[list[_Matrix]]) -> Quantised:
 
 
 def _beside(parts: list[Quantised], format: str) -> Quantised:
-    """Gate and up in one matrix: the rows of the one, then those of the other."""
+    """Gate and up joined into one matrix: gate's rows, then up's."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -368,7 +368,7 @@ def gptq_zeros(config: Mapping[str, Any]) -> tuple[bool, bool]:
     writers = quantizer if isinstance(quantizer, list) else [quantizer]
     by_gptqmodel = any(
         isinstance(writer, str) and "gptqmodel" in writer.lower() for writer in writers
-    )  # or for another library
+    )  # else another library wrote the checkpoint
     return stored.lower() == _GPTQ_FORMATS[0], by_gptqmodel
 
 
@@ -484,7 +484,7 @@ def _check_transforms(config: Mapping[str, Any]) -> None:
 
 
 def _mapping(name: str, said: object) -> Mapping[str, Any]:
-    """A part of the config that has parts itself; none is as good as one without any."""
+    """A nested part of the config; a missing part, or None, counts as an empty one."""
     if said is None:
         return {}
     if not isinstance(said, Mapping):
@@ -493,7 +493,7 @@ def _mapping(name: str, said: object) -> Mapping[str, Any]:
 
 
 def _said(value: object) -> str:
-    """A value of a stranger's for a message, in 60 characters, whatever it is."""
+    """Any value as text for a message, in at most 60 characters."""
     try:
         text = printable(value) if isinstance(value, str) else ascii(value)
     except (RecursionError, ValueError):  # very deep, or a number of very many digits

@@ -16,7 +16,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MOST_LOG2 = {"e2m1": 2, "e4m3": 8}  # floor(log2(largest number)): 6 and 448
 _INT4_ZERO = 8  # without zero points
 _RULES = {("int4", "bf16"), ("e4m3", "e8m0"), ("e2m1", "e8m0"), ("e4m3", "fp32"), ("e2m1", "e4m3")}  # of ``quantise``
-_LEAST = 2.0**-126  # scale: the inverse of a smaller one is infinite
+_LEAST = 2.0**-126  # least scale: a smaller one's inverse is infinite
 
 
 class Quantised(NamedTuple):
@@ -39,7 +39,7 @@ def pack(nibbles: torch.Tensor) -> torch.Tensor:
 
 
 def cat(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    """torch.cat; of float8 as bytes, for not every torch can."""
+    """torch.cat; float8 as bytes, because some versions of torch can't concatenate it."""
     if parts[0].dtype is not torch.float8_e4m3fn:
         return torch.cat(parts, dim)
     return torch.cat([part.view(torch.uint8) for part in parts], dim).view(torch.float8_e4m3fn)
@@ -81,8 +81,8 @@ def _numbers(elements: Elements, matrix: Quantised) -> torch.Tensor:
 
 
 def spread(factor: torch.Tensor, scale: Scale, N: int, K: int) -> torch.Tensor:
-    """A scale for each of [N, K] elements, or what broadcasts to it."""
-    if not scale.columns:  # one a row
+    """A scale for each of [N, K] elements, or a tensor that broadcasts to this."""
+    if not scale.columns:  # a scale for each row
         return factor[..., None]
     wide = factor.repeat_interleave(scale.columns, -1)[..., :K]
     return wide if scale.rows == 1 else wide.repeat_interleave(scale.rows, -2)[..., :N, :]
@@ -167,7 +167,7 @@ def _e4m3(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _e2m1(w: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """Packed codes of w * inverse: the nearest, of two the even one; past 6 it is 6."""
+    """Packed codes nearest to w * inverse; on a tie the even code; numbers past 6 become 6."""
     size = (w * inverse).abs().clamp_(max=E2M1_MOST)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     nearest = torch.round(size / step).mul_(step).contiguous()

@@ -11,7 +11,7 @@ from .expert_weights import ExpertWeights
 
 
 class Dequantised(Sequence[torch.Tensor]):
-    """E matrices [N, K] in ``dtype``, or [K, N] with ``transposed``. Each is made when asked for, and not kept."""
+    """E matrices [N, K] in ``dtype``, or [K, N] with ``transposed``. Each is computed when read, and not cached."""
 
     def __init__(self, weights: ExpertWeights, dtype: torch.dtype, *, transposed: bool) -> None:
         self._weights, self._dtype, self._transposed = weights, dtype, transposed

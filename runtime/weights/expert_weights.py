@@ -1,4 +1,4 @@
-"""The quantised weights of a layer's experts as one thing: what ``grouped_gemm`` and ``moe_mlp`` take for w."""
+"""The quantised weights of a layer's experts as one object, which ``grouped_gemm`` and ``moe_mlp`` take as w."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ExpertWeights:
         global_scale: torch.Tensor | None = None,
         derived: torch.Tensor | None = None,
     ) -> None:
-        """Unchecked: ``checked`` looks at the tensors."""
+        """Store the tensors unchecked; ``checked`` checks them."""
         self.format, self.codes, self.scale, self.zero, self.global_scale = format, codes, scale, zero, global_scale
         self.derived = derived
         self._derived_of = (
@@ -212,7 +212,7 @@ class ExpertWeights:
         InputError
             for a format that is not among these, a tensor that is missing or does not fit, more than one layer.
         """
-        from . import checkpoints  # here, as a process that builds weights from codes needs none
+        from . import checkpoints  # here, as a process that builds weights from codes does not need it
 
         if quantize_x is not None:
             check_flag("quantize_x", quantize_x, " or None")
@@ -402,7 +402,7 @@ class ExpertWeights:
                 zero = None if self.zero is None else writing.moved_scale(self.format, self.zero)
             prepared = ExpertWeights(self.format, codes, scale, zero, self.global_scale)
             prepared._derive(anew=True)  # now: a graph capture can't
-            if _is_any([*wrong, *nan]):  # asked once all work is queued: it waits for the device
+            if _is_any([*wrong, *nan]):  # last, as it waits for the device
                 if _is_any(nan):
                     self._log_nan()
                 return self
@@ -512,7 +512,7 @@ class ExpertWeights:
         if check and self.is_prepared and captured and not other.is_prepared:
             raise bad("copy_'s argument", f"{other} in the capture of a CUDA graph", "check=False there")
         if check and self.is_prepared and not captured:
-            _check_numbers(other, codes=not other.is_prepared)  # those of prepared codes were looked at
+            _check_numbers(other, codes=not other.is_prepared)  # prepared codes were checked before
         for name, mine in self.tensors().items():
             if name == "codes":
                 writing.move_codes(self.format, tensors[name], mine, writing.mover(self.format, mine))
@@ -567,7 +567,7 @@ class ExpertWeights:
 
     @property
     def plain_scale(self) -> torch.Tensor | None:
-        """The scales that portable kernels read: ``scale``, or the same in bf16 where they read that alone."""
+        """The scales that portable kernels read: ``scale``, or ``scale`` in bf16 for kernels that read only bf16."""
         if not self._reads_bf16:
             return self.scale
         if self.is_prepared:
@@ -575,7 +575,7 @@ class ExpertWeights:
         return self.scale if self.scale.dtype is torch.bfloat16 else self._derive()
 
     def derived_now(self) -> torch.Tensor | None:
-        """Scales as ``derived`` has them, computed of ``scale`` as it is; None where kernels read ``scale`` itself."""
+        """Scales like ``derived``, computed from the current ``scale``; None where kernels read ``scale`` itself."""
         if self.is_prepared:
             order = _order_of(self)
             if order.derived is None or (_moved(order, self.scale) and order.moves(self.scale)):
@@ -661,9 +661,9 @@ class ExpertWeights:
         return {**self.tensors(), "order": torch.tensor(self.order, dtype=torch.int64, device="cpu")}
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy or pickle: float8 as bytes, for torch can't pickle it by itself.
+        """The state of a copy or pickle: float8 as bytes, because torch can't pickle float8.
 
-        Not what is made of scales for this version's kernels: another version's may read it in another way.
+        It leaves out scales that are derived for this version's kernels: another version may read them differently.
         """
         kept: dict[str, Any] = {"format": self.format, "zero": None, "global_scale": None, "order": self.order}
         for name, tensor in self.tensors().items():
@@ -708,7 +708,7 @@ class ExpertWeights:
         )
 
     def _check_order(self, number: int) -> None:
-        """Raise InputError where the codes are not in the layout that a saved state says."""
+        """Raise InputError if the codes are not in the layout that a saved state declares."""
         if number != self.order:
             order = _orders().get(self.format)
             knows = "0" if order is None else f"0 or {order.number}"
@@ -745,7 +745,7 @@ class _NanError(Exception):
 
 
 def _is_any(flags: list[torch.Tensor]) -> bool:
-    """True if any of some tensors on a device is not 0; this waits for it."""
+    """True if any flag is not 0; waits for the device that computes the flags."""
     return bool(flags) and bool(torch.cat([flag.flatten() for flag in flags]).any())
 
 
@@ -771,7 +771,7 @@ def _moved(order: CodeOrder, scale: torch.Tensor) -> bool:
 
 
 def _orders() -> dict[str, CodeOrder]:
-    from .prepared_layout import ORDERS  # here, as weights in the checkpoint's layout need none
+    from .prepared_layout import ORDERS  # here, as weights in the checkpoint's layout don't need it
 
     return ORDERS
 
@@ -869,7 +869,7 @@ def _check_finite(weights: ExpertWeights) -> None:
 
 
 def _check_numbers(weights: ExpertWeights, *, codes: bool) -> None:
-    """Raise InputError for numbers that kernels can't read of prepared weights: scales, zeros, with ``codes`` codes.
+    """Raise InputError for scales, zero points and, with ``codes``, codes that kernels for prepared weights can't read.
 
     The weights may be in either layout.
     """

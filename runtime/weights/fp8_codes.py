@@ -14,7 +14,7 @@ from ...kernels.hopper_w8a8_block import GROUP, places_for
 from .codes import E4M3_MOST
 from .prepared_layout import BLOCK, ORDERS
 
-_LEAST = 2.0**-126  # scale: the inverse of a smaller one is infinite
+_LEAST = 2.0**-126  # least scale: a smaller one's inverse is infinite
 _FORMAT = "fp8_block"
 
 
@@ -22,7 +22,7 @@ class ColumnCodes(NamedTuple):
     """Rows t [M, C] of experts: t[m, c] = codes[c, p(m)] * scale[p(m) // 128, c], or scale[.., c // 128].
 
     Each expert's rows begin at a multiple of 128 of P, in their order; p(m) is the place of row m. The last group of
-    an expert is filled with zeros. Behind the last group, codes and scales may hold anything.
+    an expert is filled with zeros. After the last group, codes and scales may hold anything.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ def _scale_of_blocks(w: torch.Tensor) -> torch.Tensor:
 
 
 def _places(m_sizes: torch.Tensor, M: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """The place of each of M rows, [M] int64, -1 of those of no expert; each expert's first place, and its rows."""
+    """The place of each of M rows, [M] int64, -1 for rows of no expert; each expert's first place and row count."""
     ends = m_sizes.detach().long().clamp(0, M).cumsum(0).clamp(max=M)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     counts = ends - starts
@@ -119,7 +119,7 @@ def _places(m_sizes: torch.Tensor, M: int) -> tuple[torch.Tensor, tuple[torch.Te
 
 
 def places(m_sizes: torch.Tensor, M: int) -> torch.Tensor:
-    """The place p(m) of each of M rows in codes along M, [M] int64; -1 of rows of no expert."""
+    """The place p(m) of each of M rows in codes along M, [M] int64; -1 for rows of no expert."""
     return _places(m_sizes, M)[0]
 
 

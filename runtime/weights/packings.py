@@ -39,7 +39,7 @@ class Suffixes(dict[str, torch.Tensor]):
         self.name = name
 
     def get_one(self, *names: str, dtypes: tuple[torch.dtype | None, ...] | None = None) -> torch.Tensor:
-        """The tensor of the first of these suffixes that is there, if it has one of ``dtypes``."""
+        """The tensor of the first of these suffixes that the checkpoint has; it must have one of ``dtypes``."""
         for name in names:
             if name in self:
                 tensor = self[name]
@@ -77,7 +77,7 @@ def fp8_blocks(suffixes: Suffixes, *, ue8m0: bool = False) -> Quantised:
 
 
 def fp8_rows(suffixes: Suffixes, *, ue8m0: bool = False) -> Quantised:
-    """A scale for each row, [N] or [N, 1], or one for the matrix."""
+    """A scale for each row, [N] or [N, 1], or a single scale for the matrix."""
     weight, names = suffixes.matrix("weight", torch.float8_e4m3fn), ("weight_scale", "weight_scale_inv")
     scale = suffixes.get_one(*names)
     *front, N, _ = weight.shape
@@ -93,7 +93,7 @@ def fp8_rows(suffixes: Suffixes, *, ue8m0: bool = False) -> Quantised:
 
 
 def fp8_scale(scale: torch.Tensor, *, ue8m0: bool = False) -> torch.Tensor:
-    """Return a scale beside fp8 codes in float32. Bytes are e8m0, and so are wider integers if the config says so.
+    """Return the scale of fp8 codes in float32. Bytes are e8m0, and so are wider integers if the config says so.
 
     Raises
     ------
@@ -190,7 +190,7 @@ class Int4(NamedTuple):
 
 
 def packed_int4(suffixes: Suffixes, how: Int4) -> Quantised:
-    """compressed-tensors: ``weight_packed`` int32 [N, K/8], ``weight_zero_point`` int32 [N/8, K/g], both plus 8."""
+    """compressed-tensors: ``weight_packed`` int32 [N, K/8], ``weight_zero_point`` int32 [N/8, K/g], stored plus 8."""
     packed = suffixes.matrix("weight_packed", *_WORDS)
     *front, N, words = packed.shape
     K = held = words * 8
@@ -295,24 +295,24 @@ def awq_columns(words: torch.Tensor) -> torch.Tensor:
 
 
 def awq_words(codes: torch.Tensor) -> torch.Tensor:
-    """``awq``'s codes undone, of one matrix: [N, K/2] uint8 to [K, N/8] int32."""
+    """Pack one matrix in ``awq``'s form: [N, K/2] uint8 to [K, N/8] int32."""
     columns = unpack(codes).mT
     words = columns.reshape(columns.shape[0], -1, 8)[..., _AWQ_COLUMNS].flatten(1)
     return pack(words).view(torch.int32)
 
 
 def awq_codes(words: torch.Tensor) -> torch.Tensor:
-    """[K, N/8] int32 of one matrix to [N, K/2] uint8: ``awq_words`` undone."""
+    """Undo ``awq_words``: [K, N/8] int32 of one matrix to [N, K/2] uint8."""
     return pack(awq_columns(words))
 
 
 def gptq_words(codes: torch.Tensor) -> torch.Tensor:
-    """``gptq``'s codes undone, of one matrix: [N, K/2] uint8 to [K/8, N] int32."""
+    """Pack one matrix in ``gptq``'s form: [N, K/2] uint8 to [K/8, N] int32."""
     return _contiguous(codes.view(torch.int32).mT)
 
 
 def gptq_codes(words: torch.Tensor) -> torch.Tensor:
-    """[K/8, N] int32 of one matrix to [N, K/2] uint8: ``gptq_words`` undone."""
+    """Undo ``gptq_words``: [K/8, N] int32 of one matrix to [N, K/2] uint8."""
     return _contiguous(words.mT).view(torch.uint8)
 
 
@@ -326,7 +326,7 @@ def _int4(
 ) -> Quantised:
     """Codes [.., N, K/2], and scales and zero points [.., N, groups] in groups of 128, 64 or 32.
 
-    Groups of other multiples of 32, and of whole rows, become several that are equal.
+    A group of another multiple of 32, or of a whole row, is split into smaller groups with equal scales.
     """
     name, factors = scale
     *front, N, half = codes.shape
@@ -352,7 +352,7 @@ def _int4(
 
 
 def _repeated(factors: torch.Tensor, many: int, times: int) -> torch.Tensor:
-    """Each of the last dimension so many times, of one all; ``many`` in all."""
+    """Repeat each entry of the last dimension; a single entry fills all. ``many`` entries in all."""
     if factors.shape[-1] == 1:
         return factors.expand(*factors.shape[:-1], many)
     return factors.repeat_interleave(times, -1)[..., :many]
@@ -369,7 +369,7 @@ def whole_groups(weights: Quantised) -> Quantised:
 def _check_order(suffixes: Suffixes, name: str, act_order: bool, K: int, group: int) -> None:
     """Raise InputError for groups that are not of neighbours (act-order, desc_act).
 
-    An index of one number throughout (0 of AutoGPTQ, -1 of compressed-tensors) says nothing, unless it has to.
+    A constant index (0 in AutoGPTQ, -1 in compressed-tensors) is ignored, unless the config demands ``act_order``.
     """
     if name not in suffixes:
         if act_order and 0 < group < K:
@@ -388,7 +388,7 @@ def _check_order(suffixes: Suffixes, name: str, act_order: bool, K: int, group: 
 
 
 def _of(suffixes: Suffixes, names: tuple[str, ...]) -> str:
-    """The first of the suffixes that is there."""
+    """The first of these suffixes that the checkpoint has."""
     return next((name for name in names if name in suffixes), names[0])
 
 
@@ -398,12 +398,12 @@ def _nibbles(words: torch.Tensor) -> torch.Tensor:
 
 
 def _contiguous(words: torch.Tensor) -> torch.Tensor:
-    """Contiguous in its strides, too: torch takes a matrix of one column for that, however they are."""
+    """Make contiguous, including the strides: torch accepts any stride in a matrix of one column."""
     if words.stride()[-1] != 1:
         return words.clone(memory_format=torch.contiguous_format)
     return words.contiguous()
 
 
 def bad(name: str, got: str, wanted: str) -> InputError:
-    """The error for what a checkpoint has."""
+    """The error for an unsupported value in a checkpoint."""
     return InputError(f"ExpertWeights.from_tensors: {name} is {got}, wanted {wanted}")

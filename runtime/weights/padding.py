@@ -18,22 +18,7 @@ _ONE = {"e8m0": 127}  # the scale 1, as its code
 
 
 def padded(weights: ExpertWeights, N: int, K: int, *, parts: int = 1) -> ExpertWeights:
-    """The weights with zero rows and columns after their own, as [E, N, K] in new tensors; themselves if they are that.
-
-    Parameters
-    ----------
-    weights
-        In the checkpoint's layout.
-    N, K
-        The new sizes, none smaller than before; K even if two codes share a byte.
-    parts
-        Rows are added at the end of each of so many equal parts of N: 2 for gate and up in halves.
-
-    Raises
-    ------
-    InputError
-        for other sizes, prepared weights, and parts that end within a block of 128 rows that has one scale.
-    """
+    """The weights with zero rows and columns after their own, as new tensors [E, N, K]; unchanged if they fit."""
     _, rows, columns = weights.shape
     if (rows, columns) == (N, K):
         return weights
@@ -84,7 +69,7 @@ def narrowed(weights: ExpertWeights, N: int, K: int, *, parts: int = 1) -> Exper
 def _codes(
     elements: Elements, scale: Scale, weights: ExpertWeights, zero: torch.Tensor | None, N: int, K: int, parts: int
 ) -> torch.Tensor:
-    """The codes, with those of the value 0 after them: a group's zero point is one, if there are zero points."""
+    """The codes, padded with codes of the value 0: a group's zero point, if there are zero points."""
     if elements.bits == 8:
         return _filled(weights.codes, N // parts, K, parts, 0)
     codes = _filled(weights.codes, N // parts, K // 2, parts, _ZERO << 4 | _ZERO if elements.name == "int4" else 0)
@@ -97,7 +82,7 @@ def _codes(
 
 
 def _filled(tensor: torch.Tensor, rows: int, columns: int, parts: int, value: int) -> torch.Tensor:
-    """[E, N, C] as [E, parts * rows, columns], with ``value`` where there was nothing."""
+    """[E, N, C] as [E, parts * rows, columns]; new elements are ``value``."""
     E, N, C = tensor.shape
     if tensor.dtype is torch.float8_e4m3fn:  # as bytes: some torch versions can't fill e4m3
         e4m3_one = 0x38  # the bits of 1.0

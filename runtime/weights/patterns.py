@@ -23,7 +23,7 @@ _MOST_CHARS, _MOST_NAME_CHARS = 512, 1024
 _MOST_STEPS = 1 << 26  # of one match, at worst: some 0.5 s
 
 # An element is a character or a class of them, which may repeat; a group of alternatives, which may be left out; or a
-# text that must not follow. Each begins in a way of its own, so these expressions take no time themselves.
+# text that must not follow. Each kind has its own first character, so these expressions themselves match quickly.
 _REPEAT = r"(?:[*+]\??|\?|\{\d{1,2}(?:,\d{0,2})?\})?"
 _CHAR = rf"(?:(?:[\w:/ ,-]|\\[dw.:/_-]|\.|\[\^?[\w.-]+\]){_REPEAT})"
 _INNER = rf"\((?:\?:)?{_CHAR}+(?:\|{_CHAR}+)*\)\??"

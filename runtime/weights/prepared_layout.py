@@ -35,7 +35,7 @@ from .codes import E4M3_MOST, Quantised, pack, unpack
 
 BLOCK = 64  # rows of w, and elements of K, in a block
 _Move: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-# Of each code of a half: (mask of its bits, where they go to, as shifts to the left).
+# For each code of a half-word: (mask of bits, their shift to the left) of each group of bits.
 _Places = tuple[tuple[tuple[int, int], ...], ...]
 _PLACES: dict[str, _Places] = {
     "e2m1": (
@@ -47,11 +47,11 @@ _PLACES: dict[str, _Places] = {
     "int4": tuple(((15, 4 * i),) for i in range(4)),
     "e4m3": (((0xFF, 8),), ((0xFF, 0),)),  # whole, as the tensor core reads them
 }
-# A larger scale has no room in bf16 beside the 2^126 or 2^120 that codes are made too small by.
+# Largest e8m0 codes of scales: kernels multiply scales by 2^126 or 2^120 in bf16, as their codes are too small by this.
 _MOST_E8M0 = {"e2m1": 128, "e4m3": 134}
 ZERO = 8  # the zero point of int4 formats that store none
 _MOST_ZERO = 15  # kernels read zero points of four bits
-_MOST_INT4 = 1024.0  # scales are made 2^117 of theirs in bf16: room to spare for what rounding to bf16 adds
+_MOST_INT4 = 1024.0  # kernels multiply scales by 2^117 in bf16; with a margin for rounding
 _E4M3_NAN = 0x7F
 _E4M3_SHIFT = 120  # kernels' bf16 of e4m3 codes is too small by 2^120
 _CHUNK_BYTES = 32 << 20  # bytes moved at once, or one expert if it is larger
@@ -127,7 +127,7 @@ def rewriting() -> Iterator[
 
 
 def _in_shape_of(part: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Memory of some experts in the dtype and shape of a part of others."""
+    """New memory for some experts, in dtype and shape like a part of another tensor."""
     return memory.flatten(1).view(torch.uint8).view(part.dtype).view(memory.shape[0], *part.shape[1:])
 
 
@@ -203,7 +203,7 @@ def _zero(group: int) -> tuple[_Move, _Move]:
 
 
 def zero_without_room(zero: torch.Tensor) -> torch.Tensor:
-    """True, on its device, if kernels can't read a zero point: 0 to 15 they can, or the prepared form of these."""
+    """True, on its device, if kernels can't read a zero point: they read 0 to 15, or the prepared form of these."""
     least, most = zero.aminmax()
     less = ZERO if zero.dtype is torch.int8 else 0
     return (least < -less) | (most > _MOST_ZERO - less)
@@ -215,7 +215,7 @@ def zero_has_room(zero: torch.Tensor | None) -> bool:
 
 
 def _raw(scale: torch.Tensor) -> torch.Tensor:
-    """Scales of one byte as uint8: not every torch can move float8."""
+    """One-byte scales as uint8: some versions of torch can't move float8."""
     return scale.view(torch.uint8) if scale.element_size() == 1 else scale
 
 
@@ -234,7 +234,7 @@ def _of_blocks(scale: torch.Tensor) -> torch.Tensor:
 
     They are stored twice because TMA moves at least 16 bytes. The forward reads the first copy.
     """
-    wide = scale.float() * 2.0**_E4M3_SHIFT  # exact where a kernel has room for it, and so is the rest
+    wide = scale.float() * 2.0**_E4M3_SHIFT  # exact for scales that kernels support, and so is ``rest``
     near = wide.to(torch.bfloat16)
     rest = (wide - near).to(torch.bfloat16)
     E, rows, columns = scale.shape
@@ -258,7 +258,7 @@ def _without_room(elements: Elements, scale: torch.Tensor) -> torch.Tensor | Non
     if elements.scale is not None and elements.scale.name == "e8m0":
         return scale.amax() > _MOST_E8M0[elements.name]
     if elements.name == "e2m1":
-        return scale.view(torch.uint8).amax() >= _E4M3_NAN  # the kernel reads no sign, and NaN as a number
+        return scale.view(torch.uint8).amax() >= _E4M3_NAN  # the kernel ignores the sign, and reads NaN as a number
     rows = 1 if elements.scale is None else elements.scale.rows
     return None if rows == 1 else ~(scale.abs().amax() < 2.0 ** (127 - _E4M3_SHIFT))
 
@@ -269,7 +269,7 @@ def _room(elements: Elements, scale: torch.Tensor) -> bool:
 
 
 def _most(elements: Elements) -> float:
-    """No scale of w below this is too large for kernels, as ``quantise`` makes them."""
+    """The limit of |w| below which ``quantise`` makes no scale that is too large for kernels."""
     scale = elements.scale
     if elements.name == "int4":
         steps = 7.5 if scale is not None and scale.zero_bits else 7.0
@@ -303,7 +303,7 @@ def _order(format: str) -> CodeOrder:
     return CodeOrder(1, misfits, room, most, *codes, *scales, torch.bfloat16, _in_bf16(scales[0]), *zeros)
 
 
-# By format. One without an entry is read as the checkpoint has it.
+# By format. Weights of other formats are read in the checkpoint's layout.
 ORDERS: dict[str, CodeOrder] = {
     name: _order(name)
     for name in (

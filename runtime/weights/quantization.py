@@ -21,7 +21,7 @@ _DEEPEST = 8  # objects inside each other
 _MOST_GROUPS = 128  # of compressed-tensors
 _UNQUANTISED_BITS = 16
 _REGEX = re.compile(r"[*+?^$()\[\]{}|\\]")  # a key of extra_config with one of these is a regular expression
-_CLASSES = ("Linear", "RoutedExperts", "FusedMoE")  # of experts, as config_groups name them: torch's and vLLM's
+_CLASSES = ("Linear", "RoutedExperts", "FusedMoE")  # experts' classes in config_groups: torch's, vLLM's
 _OTHER_CLASSES = ("lm_head", "Embedding")
 _LAYER = re.compile(r"(?:^|\.)(layers\.[0-9]+\..*)")
 # A config may be older or newer than the names in the checkpoint: transformers moved the layers of composite models.
@@ -31,7 +31,7 @@ ROOTS = ("model.", "model.language_model.", "language_model.model.", "")
 def find(config: Mapping[str, Any]) -> Any:
     """The quantization_config of a config.json, or of the language model inside it; None if there is none.
 
-    It has ``expert_dtype``, which DeepSeek-V4 keeps beside it.
+    The result includes ``expert_dtype``, which DeepSeek-V4 has next to quantization_config.
     """
     objects = list(_objects(config))
     settings = next((entry[key] for entry in objects for key in _FIELDS if entry.get(key)), None)
@@ -42,7 +42,7 @@ def find(config: Mapping[str, Any]) -> Any:
 
 
 def _objects(config: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
-    """The config, then the language models' inside."""
+    """Yield the config, then the configs of language models inside it."""
     yield config
     for key in NESTED if depth < _DEEPEST else ():
         if isinstance(inner := config.get(key), Mapping):
@@ -58,9 +58,9 @@ def names_of(module: str) -> tuple[str, ...]:
 def by_module(
     settings: Mapping[str, Any], modules: Sequence[Sequence[str]], where: str
 ) -> list[Mapping[str, Any] | None]:
-    """The settings of each module, given by the names that it may have; None if the config leaves it unquantised.
+    """The settings of each module, listed by its possible names; None if the config leaves the module unquantised.
 
-    Modules with equal settings share one object. ``config_groups`` of compressed-tensors has one group in each.
+    Modules with equal settings share one object. compressed-tensors' ``config_groups`` is cut to the module's group.
     ``where`` begins an error.
 
     Raises
@@ -90,7 +90,7 @@ def exceptions(settings: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 
 class _Rule(NamedTuple):
-    """A config's changes for the modules that ``word`` names: a name, or a regular expression behind ``re:``.
+    """A config's changes for the modules that ``word`` names: a name, or a regular expression after ``re:``.
 
     ``changes`` is None if it leaves them unquantised.
     """
@@ -107,7 +107,7 @@ class _Rule(NamedTuple):
 
 
 def _overrides(settings: Mapping[str, Any], where: str) -> list[_Rule]:
-    """The rules of ``dynamic`` and ``extra_config``, in the order in which they are asked."""
+    """The rules of ``dynamic`` and ``extra_config``, in the order in which they apply."""
     rules = []
     # GPTQModel: the first regular expression that matches from the name's beginning; "-:" leaves modules out.
     for key, value in _mapping(settings.get("dynamic"), "dynamic", where).items():
@@ -123,7 +123,7 @@ def _overrides(settings: Mapping[str, Any], where: str) -> list[_Rule]:
 
 
 def _anywhere(expression: str) -> str:
-    """An expression that matches from a name's beginning what this one matches anywhere in the name."""
+    """A regular expression that matches, from a name's beginning, wherever this one matches in the name."""
     flags = "(?i)" if expression.startswith("(?i)") else ""
     parts = alternatives(expression.removeprefix(flags))
     return flags + "|".join(part if part.startswith(("^", ".*")) else f".*{part}" for part in parts)
@@ -151,7 +151,7 @@ def _groups(settings: Mapping[str, Any], where: str) -> tuple[list[_Rule], Mappi
 def _first(
     words: Sequence[str], modules: Sequence[Sequence[str]], where: str, what: str, *, parts: bool
 ) -> list[int | None]:
-    """The first word that means each module. With ``parts`` a name is also that of a module's first or last parts."""
+    """The index of the first word that names each module. With ``parts`` a word may be a name's first or last parts."""
     plain = {word: i for i, word in reversed(list(enumerate(words))) if not word.startswith("re:")}
     patterns = [(word, i) for i, word in enumerate(words) if word.startswith("re:")]
     matching = first_matching([word for word, _ in patterns], modules, where, what)

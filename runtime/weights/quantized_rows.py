@@ -1,4 +1,4 @@
-"""Rows of x that arrive as codes: what products take for x whose format multiplies codes by codes."""
+"""Rows of x that arrive quantised, for products whose format multiplies codes by codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...artifacts.records import Scale
 from ...artifacts.tuples import NamedTuple
 from .expert_weights import ExpertWeights
 
-_SCALES = (Scale("fp32", 1, 128), Scale("fp32", 1, 0))  # of x, that such rows can have
+_SCALES = (Scale("fp32", 1, 128), Scale("fp32", 1, 0))  # scales of x that these rows can have
 
 
 class QuantizedRows(NamedTuple):
@@ -37,13 +37,13 @@ class QuantizedRows(NamedTuple):
         return getattr(self.codes, "ndim", 2)
 
     def stand_in(self) -> torch.Tensor:
-        """A bfloat16 tensor of codes' shape without memory for its rows: what a call's checks look at."""
+        """A bfloat16 tensor of codes' shape without memory for its rows, for a call's checks."""
         row = self.codes.new_empty(self.codes.shape[-1:], dtype=torch.bfloat16)
         return row.expand(self.codes.shape)
 
 
 def values(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The rows that codes [M, K] with scale [M, groups], or [E, M / E, groups], stand for, float32."""
+    """The rows [M, K] in float32 that codes [M, K] with scale [M, groups], or [E, M / E, groups], encode."""
     scale = scale.reshape(-1, scale.shape[-1])
     return codes.float() * scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
 

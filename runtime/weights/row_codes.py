@@ -1,4 +1,4 @@
-"""Rows of x as a product that quantises x reads them: what ``RowOp.QUANTIZE`` writes, in torch, and back."""
+"""Quantise rows of x in torch to the memory layout of ``RowOp.QUANTIZE``, and dequantise them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _CHUNK_ELEMENTS = 1 << 26
 
 
 def codes_of_rows(x: torch.Tensor, scale: Scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] as the row kernels that quantise it write it: e4m3 [M, K], and its scales in fp32.
+    """Quantise x [M, K] like the row kernels: e4m3 codes [M, K], and their scales in fp32.
 
-    With ``scale`` of 128 columns they are [K / 128, M], M of whole fours (kernels/rowops/quantize.py), with one of all
-    columns [M] (kernels/rowops/quantize_rows.py).
+    With a ``scale`` for 128 columns the scales are [K / 128, M], M padded to fours (kernels/rowops/quantize.py); with
+    a scale for all columns [M] (kernels/rowops/quantize_rows.py).
     """
     M, K = x.shape
     group = scale.columns or K
@@ -36,7 +36,7 @@ def codes_of_rows(x: torch.Tensor, scale: Scale) -> tuple[torch.Tensor, torch.Te
 
 
 def values_of_rows(codes: torch.Tensor, scales: torch.Tensor, here: slice) -> torch.Tensor:
-    """The rows that ``codes_of_rows`` has made codes of, float32."""
+    """Dequantise the codes of ``codes_of_rows`` to float32."""
     rows = codes[here]
     bits = rows.view(torch.uint8).view(len(rows), -1, BLOCK)
     natural = torch.empty_like(bits)
@@ -47,6 +47,6 @@ def values_of_rows(codes: torch.Tensor, scales: torch.Tensor, here: slice) -> to
 
 
 def values_on_load(x: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """Rows [M, K] as a product of a dtype reads them that takes them as they are, and may quantise them; float32."""
+    """Rows [M, K] in float32 as a kernel of a dtype sees them, if it takes plain rows and may quantise them on load."""
     scale = dtype.precision.x.scale
     return x.float() if scale is None else quantise_rows(x, scale)

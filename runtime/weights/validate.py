@@ -12,7 +12,7 @@ _E8M0_NAN, _E4M3_NAN = 255, 0x7F  # of either sign
 
 
 def fit(name: str, tensor: torch.Tensor, shape: tuple[int, ...], codes: torch.Tensor) -> None:
-    """Raise InputError for a tensor of another shape, or device, than goes with codes."""
+    """Raise InputError for a tensor whose shape or device does not fit the codes."""
     if tuple(tensor.shape) != shape:
         raise bad(name, f"of shape {list(tensor.shape)}", f"{list(shape)} for codes of {list(codes.shape)}")
     if tensor.device != codes.device:
@@ -20,7 +20,7 @@ def fit(name: str, tensor: torch.Tensor, shape: tuple[int, ...], codes: torch.Te
 
 
 def check_finite(name: str, scale: torch.Tensor) -> None:
-    """Raise InputError for a scale that no number has: once, here, and in no call."""
+    """Raise InputError for a scale that is NaN or infinite: checked once, here, and not in each call."""
     if scale.dtype is torch.uint8:
         wrong = scale == _E8M0_NAN
     elif scale.dtype is torch.float8_e4m3fn:
@@ -53,7 +53,7 @@ def place_of_nan(codes: Iterable[torch.Tensor]) -> str:
 
 
 def check_flag(name: str, value: object, more: str = "") -> None:
-    """Raise InputError for what is neither True nor False: a word like "no" is not taken for True."""
+    """Raise InputError for a value that is neither True nor False, like the word "no"."""
     if not isinstance(value, bool):
         raise bad(name, repr(value), f"True or False{more}")
 
@@ -91,7 +91,7 @@ def flat(codes: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(scale: torch.Tensor) -> torch.Tensor:
-    """e8m0 as bytes: torch has a dtype of its own for it."""
+    """e8m0 scales as bytes, also from torch's e8m0 dtype."""
     from .codes import E8M0
 
     if isinstance(scale, torch.Tensor) and scale.dtype is E8M0:
@@ -100,7 +100,7 @@ def as_bytes(scale: torch.Tensor) -> torch.Tensor:
 
 
 def of_dtype(name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
-    """The tensor; InputError for what is none of these dtypes."""
+    """The tensor; InputError if it has none of these dtypes."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes:
         raise bad(name, described(tensor), " or ".join(map(str, dtypes)))
     return tensor
@@ -112,5 +112,5 @@ def described(value: object) -> str:
 
 
 def bad(name: str, got: str, wanted: str) -> InputError:
-    """The error of a tensor, or a name, that is not what is wanted."""
+    """The error for a tensor, or a name, that is not accepted."""
     return InputError(f"ExpertWeights: {name} is {got}, wanted {wanted}")

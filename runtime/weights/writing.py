@@ -19,7 +19,7 @@ from .prepared_layout import ORDERS, PREPARED_DIMS, ZERO
 from .validate import bad, described, nan_among, repeated
 
 _SCALES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
-_FP16_SCALE = 65504.0 * 7  # |w| of int4 whose scale fp16 has
+_FP16_SCALE = 65504.0 * 7  # the largest |w| of int4 whose scale fp16 can hold
 _MOST_OF_A_RANGE = 2.0**127  # the difference of two numbers below it is finite
 
 
@@ -31,7 +31,7 @@ class Mover(Protocol):
 
 
 class WriteKernels(Protocol):
-    """Kernels that do what torch does here. Each method returns False, or None, if no kernel does."""
+    """Kernels for the work that this module does in torch. Each method returns False, or None, if no kernel does it."""
 
     def quantise(self, format: str, into: Quantised, w: torch.Tensor, *, prepared: bool) -> bool:
         """Quantise w [E, N, K] into all experts' tensors."""
@@ -67,7 +67,7 @@ def _kernels() -> WriteKernels | None:
 
 
 def empty(format: str, E: int, N: int, K: int, device: torch.device) -> Quantised:
-    """New tensors for E matrices [N, K] in the checkpoint's layout; nothing is written to them."""
+    """New, uninitialised tensors for E matrices [N, K] in the checkpoint's layout."""
     elements = PRECISIONS[format].w
     scale = elements.scale
     if scale is None:
@@ -119,7 +119,7 @@ def check_numbers(format: str, w: torch.Tensor, scale_dtype: torch.dtype, *, pre
         largest = able.most(w) if able is not None and w.is_cuda else None
         if largest is None:
             largest = torch.stack([torch.stack(of_expert.aminmax()).abs().amax() for of_expert in w]).amax()
-    most = float(largest.float())  # of float64, too
+    most = float(largest.float())  # w may be float64
     if not most < float("inf"):
         raise bad("w", "NaN or infinite in places", "finite numbers")
     scale = PRECISIONS[format].w.scale
@@ -143,7 +143,7 @@ def quantise_into(format: str, into: Quantised, w: torch.Tensor, *, prepared: bo
     moves: list[Callable[[torch.Tensor], torch.Tensor] | None] = [None] * len(into)
     if prepared:
         order = ORDERS[format]
-        of_scale = order.prepared_scale if into.scale.dim() == PREPARED_DIMS - 1 else None  # another dtype's stay
+        of_scale = order.prepared_scale if into.scale.dim() == PREPARED_DIMS - 1 else None  # other scales stay
         moves = [order.prepared, of_scale, order.prepared_zero, None]
     for expert, of_expert in enumerate(w):
         quantised = quantise(format, of_expert.to(into.codes.device), into.scale.dtype)
@@ -166,7 +166,7 @@ def by_kernel(format: str, weights: Quantised, w: torch.Tensor, *, prepared: boo
 
 
 def mover(format: str, codes: torch.Tensor | None) -> Mover | None:
-    """The kernel that moves codes, if there is one. To find it may load and test code: hold no lock meanwhile."""
+    """The kernel that moves codes, if there is one. Finding it may load and test code: hold no lock meanwhile."""
     able = _kernels()
     return None if able is None or codes is None or not codes.is_cuda else able.mover(format, codes)
 
@@ -176,7 +176,7 @@ def move_codes(
 ) -> None:
     """Copy codes to memory in either layout, on any device; on one by a kernel, if there is one.
 
-    ``nan`` is as of ``Mover``, for codes that are moved to the prepared layout.
+    ``nan`` is as in ``Mover``, for codes that are moved to the prepared layout.
     """
     order = ORDERS.get(format)
     back = to.dim() < codes.dim()
@@ -216,13 +216,13 @@ def bytes_of(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _by_blocks(scale: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Scales [E, N, groups] in the order of prepared ones: a view."""
+    """Scales [E, N, groups] as a view in the order of prepared scales."""
     E, row_blocks, column_blocks, rows, groups = blocks.shape
     return bytes_of(scale).view(E, row_blocks, rows, column_blocks, groups).transpose(2, 3)
 
 
 def scale_room(format: str, scale: torch.Tensor) -> torch.Tensor:
-    """New memory for scales or zero points in the layout that they are not in."""
+    """New memory for scales or zero points in the other layout."""
     of = PRECISIONS[format].w.scale
     if scale.dim() == PREPARED_DIMS - 1:
         E, row_blocks, column_blocks, rows, groups = scale.shape
@@ -242,7 +242,7 @@ def moved_scale(format: str, scale: torch.Tensor) -> torch.Tensor:
 
 
 def codes_room(format: str, codes: torch.Tensor) -> torch.Tensor:
-    """New memory for codes in the layout that they are not in."""
+    """New memory for codes in the other layout."""
     bits = PRECISIONS[format].w.bits
     if codes.dim() == PREPARED_DIMS:
         E, row_blocks, blocks = codes.shape[:3]
@@ -255,7 +255,7 @@ def codes_room(format: str, codes: torch.Tensor) -> torch.Tensor:
 def moved_codes(
     format: str, codes: torch.Tensor, by: Mover | None = None, nan: list[torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Codes in the other layout, in new memory; ``nan`` is as of ``move_codes``."""
+    """Codes in the other layout, in new memory; ``nan`` is as in ``move_codes``."""
     out = codes_room(format, codes)
     move_codes(format, codes, out, by, nan)
     return out
