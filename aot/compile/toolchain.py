@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import HostError
-from ...kernels.rowops import RowOpSpec
+from ...kernels.rowops import ALONG_M, RowOpSpec
 from ...kernels.spec import PINGPONG_COLUMNS, Spec
 
 _TOOL_TIMEOUT_S = 60
@@ -80,10 +80,13 @@ def unable(spec: Spec | RowOpSpec) -> str | None:
         triton = toolchain().triton
     except HostError as error:
         return str(error)
-    if not isinstance(spec, Spec) or not spec.config.schedule.warp_specialized:
+    if not (spec.config.schedule.warp_specialized if isinstance(spec, Spec) else spec.op in ALONG_M):
         return None
     if not _within(triton, KNOWN_GLUON):
-        return f"warp-specialised kernels are compiled with Triton {_named(KNOWN_GLUON)} alone, this is {triton}"
+        what = "warp-specialised kernels" if isinstance(spec, Spec) else f"{spec.op.value}'s kernels"
+        return f"{what} are compiled with Triton {_named(KNOWN_GLUON)} alone, this is {triton}"
+    if not isinstance(spec, Spec):
+        return None
     c = spec.config
     if PINGPONG_COLUMNS in (c.block_m, c.block_n, c.block_k) and _within(triton, WITHOUT_192):
         return (

@@ -90,8 +90,8 @@ PREPARED = 4
 BACK = 8  # MOVE_CODES from the prepared layout
 LOOKS = 16  # MOVE_CODES to it: for NaN among e4m3 codes
 
-# Kernels that write codes along M, of 128 rows and 128 columns at a time.
-_ALONG_M = RowOp.QUANTIZE_COLUMNS, RowOp.QUANTIZE_BOTH, RowOp.ACTIVATION_GRAD_CODES
+# Kernels that write codes along M, of 128 rows and 128 columns at a time; their sources are in Gluon.
+ALONG_M = RowOp.QUANTIZE_COLUMNS, RowOp.QUANTIZE_BOTH, RowOp.ACTIVATION_GRAD_CODES
 WEIGHT_OPS = (RowOp.QUANTIZE_WEIGHTS, RowOp.DEQUANTIZE_WEIGHTS, RowOp.MOVE_CODES, RowOp.LARGEST_WEIGHT)
 
 _NUMBERS = ("limit", "alpha", "beta", "linear_beta")
@@ -352,7 +352,7 @@ class RowOpSpec(NamedTuple):
             return Block(256, 8)
         if self.op is RowOp.PLACE_ROWS:
             return Block(512, 4)
-        if self.op in (*_ALONG_M, RowOp.QUANTIZE_BLOCKS):
+        if self.op in (*ALONG_M, RowOp.QUANTIZE_BLOCKS):
             return Block(128, 8)
         if self.op in WEIGHT_OPS:
             tile = tile_of(self.op, self.dtype)
@@ -483,7 +483,7 @@ def weight_specs(dtypes: Collection[DType]) -> tuple[RowOpSpec, ...]:
 
 def training_specs() -> tuple[RowOpSpec, ...]:
     """The row kernels of fp8 training, which convert to e4m3 in hardware: sm_89 and later."""
-    return tuple(RowOpSpec(op, DType.BF16) for op in (*_ALONG_M, RowOp.QUANTIZE_BLOCKS))
+    return tuple(RowOpSpec(op, DType.BF16) for op in (*ALONG_M, RowOp.QUANTIZE_BLOCKS))
 
 
 def has_weight_kernels(dtype: DType) -> bool:
@@ -535,7 +535,7 @@ def divisibility(spec: RowOpSpec) -> dict[str, int]:
     pointers, _ = _ARGUMENTS[spec.op]
     rows = dict.fromkeys((name for name in pointers if name in _ROW_POINTERS), spec.alignment)
     elements = _COLUMNS.get(spec.op, spec.alignment // spec.dtype.itemsize)
-    if spec.op in _ALONG_M:
+    if spec.op in ALONG_M:
         rows |= {"places": 128}
     return rows | {"columns": elements}
 

@@ -11,6 +11,7 @@ import pytest
 from pretuned.aot.compile import toolchain
 from pretuned.artifacts.errors import HostError
 from pretuned.artifacts.records import DType, Op, RowOp
+from pretuned.kernels import rowops
 from pretuned.kernels.arch import supported
 from pretuned.kernels.rowops import RowOpSpec
 from pretuned.kernels.spec import Config, Loads, Schedule, Spec, TileRows
@@ -70,6 +71,10 @@ def test_plain_kernels_alone(installed: Callable[[str], None], version: str) -> 
     assert toolchain.unable(SPECIALISED) == (
         f"warp-specialised kernels are compiled with Triton 3.7.0 to 3.9.0 alone, this is {version}"
     )
+    for op in rowops.ALONG_M:  # in Gluon, too
+        assert toolchain.unable(RowOpSpec(op, DType.BF16)) == (
+            f"{op.value}'s kernels are compiled with Triton 3.7.0 to 3.9.0 alone, this is {version}"
+        )
 
 
 @pytest.mark.parametrize("version", ["3.8.0", "3.8.1"])
