@@ -17,9 +17,9 @@ from ...kernels.spec import PINGPONG_COLUMNS, Spec
 
 _TOOL_TIMEOUT_S = 60
 
-# First and last release of Triton that compile correctly: the plain kernels, and the warp-specialised ones in Gluon
-# (3.6 has no gl.barrier). 3.8 can't compile warp-specialised tiles of 192 rows or columns: its views of shared memory
-# are as large as the allocation (kernels/gluon/pipeline.py).
+# First and last release of Triton that compile correctly: the plain kernels, and those in Gluon, which are the
+# warp-specialised ones and the row kernels of ``ALONG_M`` (3.6 has no gl.barrier). 3.8 can't compile warp-specialised
+# tiles of 192 rows or columns: its views of shared memory are as large as the allocation (kernels/gluon/pipeline.py).
 KNOWN = ((3, 6, 0), (3, 9, 0))
 KNOWN_GLUON = ((3, 7, 0), (3, 9, 0))
 WITHOUT_192 = ((3, 8, 0), (3, 8, 0))

@@ -320,7 +320,7 @@ def _of_codes(
 ) -> tuple[torch.Tensor | None, ...] | None:
     """``gradients`` of x, both weights and the routing weights, without dh, a and rows of dout and x in bfloat16.
 
-    None, and nothing is launched, where a kernel is missing, or a weight is too small (``multiplies_codes``).
+    None where a kernel is missing or a weight is too small (``multiplies_codes``); no more than weights was quantised.
     """
     k, layout, act, bucket = how
     index, m_sizes, _, _, places = routing
