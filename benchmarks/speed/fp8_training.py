@@ -4,12 +4,12 @@
 
 ``moe_mlp(..., precision="fp8")`` against the same call without a precision, eagerly, by events, in turns. In fp8,
 ``fp8`` quantises the weights in every forward and backward, ``fp8 kept`` once for all steps (in a block of
-``reuse_fp8_weights``, as micro-batches do). ``forward`` is the forward alone, without a gradient. Memory is the most
-that a step allocates. ``host`` is the host's time to launch a step. First each
-product of a small ragged problem is compared with float32 of the quantised operands, and each layer's result and
-gradients with those in bf16. The exit status is 1 if something is wrong. ``--profile`` prints the time of a step
-in fp8 by kernel. ``--products`` times the three products of both weights apart, ours in bf16 and in fp8 and, with
-``--vllm``, DeepGEMM's of rows that were padded and quantised beforehand.
+``reuse_fp8_weights``, as micro-batches do). ``sustained`` steps follow each other without a pause. ``forward`` is
+the forward alone, without a gradient. Memory is the most that a step allocates. ``host`` is the host's time to
+launch a step. First each product of a small ragged problem is compared with float32 of the quantised operands, and
+each layer's result and gradients with those in bf16. The exit status is 1 if something is wrong. ``--profile``
+prints the time of a step in fp8 by kernel. ``--products`` times the three products of both weights apart, ours in
+bf16 and in fp8 and, with ``--vllm``, DeepGEMM's of rows that were padded and quantised beforehand.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import gc
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -155,6 +156,22 @@ def host_us(step: Step, steps: int = 8, rounds: int = 5) -> float:
     return min(times)
 
 
+def sustained_us(steps: list[Step], seconds: float = 0.4, turns: int = 3) -> list[float]:
+    """Median time of a step when it follows itself without a pause for so long: at the clock that its power allows."""
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(turns):
+        for step, of_step in zip(steps, times, strict=True):
+            count = max(4, int(seconds * 1e6 / eager_us([step], 1)[0]))
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(count):
+                step()
+            end.record()
+            torch.cuda.synchronize()
+            of_step.append(1000 * start.elapsed_time(end) / count)
+    return list(map(statistics.median, times))
+
+
 def measure_layer(name: str, E: int, H: int, width: int, k: int, T: int, rounds: int) -> dict[str, Any]:
     leaves, ids, dout = tensors_of(E, H, width, k, T)
     plain, fp8 = step_of(leaves, ids, dout), step_of(leaves, ids, dout, precision="fp8")
@@ -173,6 +190,7 @@ def measure_layer(name: str, E: int, H: int, width: int, k: int, T: int, rounds:
         cell["kept_mb"] = ((torch.cuda.memory_allocated() if DEVICE == "cuda" else 0) - before) / 1e6
         cell["bf16_again_us"], cell["fp8_kept_us"] = eager_us([plain, fp8], rounds)
         cell["fp8_kept_host_us"] = host_us(fp8)
+        cell["bf16_sustained_us"], cell["fp8_kept_sustained_us"] = sustained_us([plain, fp8])
     hidden, gate_up, down, weights = leaves
     with torch.no_grad():
         forward = [
@@ -181,6 +199,7 @@ def measure_layer(name: str, E: int, H: int, width: int, k: int, T: int, rounds:
         ]
         cell["bf16_forward_us"], cell["fp8_forward_us"] = eager_us(forward, rounds)
     cell["gain"], cell["gain_kept"] = cell["bf16_us"] / cell["fp8_us"], cell["bf16_again_us"] / cell["fp8_kept_us"]
+    cell["gain_sustained"] = cell["bf16_sustained_us"] / cell["fp8_kept_sustained_us"]
     return cell
 
 
@@ -214,7 +233,7 @@ def profile(name: str, E: int, H: int, width: int, k: int, T: int) -> list[tuple
         print(f"{name} T={T} {what}: host {host_us:,.0f} us, {sum(us for _, us, _ in rows):,.0f} us in", flush=True)
         for key, us, count in rows:
             print(f"  {us:10,.0f} us {count:4} x {key[:110]}", flush=True)
-        idle = gaps([e for e in profiler.events() if e.device_type is torch.autograd.DeviceType.CUDA])
+        idle = gaps([e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA])
         print(f"  idle {sum(us for us, _ in idle):,.0f} us between kernels, most {idle[:4]}", flush=True)
         lines += [(f"{what}: {key}", us, count) for key, us, count in rows]
     return lines

@@ -258,11 +258,11 @@ _ACTIVATION_ROW_CODES = (
 )
 _QUANTIZE_ROWS = "rowops.quantize_rows", "bdaf8002423103005fba68d10dba3b58d06ea3fc4c353f76d24fced36356c601"
 _QUANTIZE = "rowops.quantize", "feb4c75c38f4f2618066dc92d0f1b5a15e4818e5f20ba7d2d527fb901cabdd73"
-_QUANTIZE_COLUMNS = "rowops.quantize_columns", "d8b17906cddee4b18ad2636fa7bfbd7e28cc6dbbffe1db112669d2c76bf46b8c"
+_QUANTIZE_COLUMNS = "rowops.quantize_columns", "d14c5e0b5ff85ce25a10f737998fe1be97e0a3f1615ebad739a6a7708e7c2788"
 _QUANTIZE_BLOCKS = "rowops.quantize_blocks", "5d74f1f8a203c4f889aa7adf9004e43644b4d0f560228704ddfd53eb7c6ed04e"
 _ACTIVATION_GRAD_CODES = (
     "rowops.activation_grad_codes",
-    "ae4b1f3308d0d318884f2a020d5545197be837c17251c4bc47a47c1a9ab1261a",
+    "1a815c23b90421228bd84b87b4a438126ab66374161f586c3f1986f9568244f6",
 )
 _ORDER_CODES = "rowops.order_codes", "e03e0583778b02ad515b1d8e2531ca8ff03616024a68c28d9c5bbdb38cd6a098"
 _SORT = "rowops.sort", "ca5611a804955fcba89a115e4794d135c438bc3d390d173e2f538cf02eae150d"

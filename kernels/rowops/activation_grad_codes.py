@@ -166,13 +166,15 @@ def activation_grad_codes(
         across, pairs = columns // BLOCK, columns // 2
         writes_dots = (flags & _WRITES_DWEIGHTS) != 0
         item = gl.program_id(0)
+        first, row_end = locate(item // across, group_ends, ends, M)
         while item < groups * across:
             group, block = item // across, item % across
-            first, row_end = locate(group, group_ends, ends, M)
             _read(tiles, h, da, first, row_end, block, pairs, TALL)
             row = first + gl.arange(0, GROUP, layout=OF_ROWS)
             weight = _weights_of(row_weights, index, index_step, row, row < row_end, flags)
             view(weights, gl.float32, [1, GROUP], FLAT).index(0).store(weight)
+            following = item + gl.num_programs(0)
+            next_first, next_end = locate(following // across, group_ends, ends, M)  # while this tile is copied
             async_copy.wait_group(0)
             gl.barrier()
             for part in range(_PARTS):
@@ -201,4 +203,4 @@ def activation_grad_codes(
                 store_rows(tiles.index(half).load(WIDE), codes, scale, first, row_end, at, 2 * columns, M)
             store_columns(tiles.index(2).load(TALL), a_codes, a_scale, group, block, columns, places, flags ^ _BLOCKS)
             gl.barrier()
-            item += gl.num_programs(0)
+            item, first, row_end = following, next_first, next_end

@@ -159,6 +159,30 @@ def _copy(tile, at, block, inside, pairs, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _work(item, groups, chunks, across, group_ends, ends, M, flags):
+    """An item's group, first and last block of columns, first row and the end of its expert's rows.
+
+    Items past the last one have no rows: their end is 0.
+    """
+    picked, some = (flags & PICKED) != 0, gl.maximum(groups, 1)
+    group = gl.where(picked, item % some, item // chunks)
+    chunk = gl.where(picked, item // some, item % chunks)
+    first, row_end = locate(group, group_ends, ends, M)
+    row_end = gl.where(item < groups * chunks, row_end, 0)
+    return group, chunk * _AHEAD, gl.minimum(chunk * _AHEAD + _AHEAD, across), first, row_end
+
+
+@gluon.jit
+def _rows(x, index, first, row_end, by, top_k, pairs, index_step, flags, LAYOUT: gl.constexpr):
+    """The beginnings in x of the 128 rows from ``first`` on, and which of them there are."""
+    row = first + gl.arange(0, GROUP, layout=gl.SliceLayout(1, LAYOUT))
+    there, picked = row < row_end, (flags & PICKED) != 0
+    number = gl.load(index + row.to(gl.int64) * index_step, mask=there & picked, other=0)
+    source = gl.where(picked, divided(number, by, top_k), row)
+    return x.to(gl.pointer_type(gl.int32), bitcast=True) + source.to(gl.int64)[:, None] * pairs, there[:, None]
+
+
+@gluon.jit
 def _quantize(
     x,
     index,
@@ -187,36 +211,30 @@ def _quantize(
     across, pairs = columns // GROUP, columns // 2
     chunks = gl.cdiv(across, _AHEAD)
     by = divider(top_k)
-    picked = (flags & PICKED) != 0
-    item = gl.program_id(0)
+    item, stage = gl.program_id(0), 0
+    group, block, end, first, row_end = _work(item, groups, chunks, across, group_ends, ends, M, flags)
+    at, there = _rows(x, index, first, row_end, by, top_k, pairs, index_step, flags, LAYOUT)
+    _copy(tiles.index(0), at, block, there, pairs, LAYOUT)
     while item < groups * chunks:
-        group = gl.where(picked, item % groups, item // chunks)
-        chunk = gl.where(picked, item // groups, item % chunks)
-        first, row_end = locate(group, group_ends, ends, M)
-        row = first + gl.arange(0, GROUP, layout=gl.SliceLayout(1, LAYOUT))
-        there = row < row_end
-        source = row
-        if picked:
-            number = gl.load(index + row.to(gl.int64) * index_step, mask=there, other=0)
-            source = divided(number, by, top_k)
-        at = x.to(gl.pointer_type(gl.int32), bitcast=True) + source.to(gl.int64)[:, None] * pairs
-        block, end = chunk * _AHEAD, gl.minimum(chunk * _AHEAD + _AHEAD, across)
-        stage = 0
-        _copy(tiles.index(0), at, block, there[:, None], pairs, LAYOUT)
-        while block < end:
-            _copy(tiles.index(stage ^ 1), at, block + 1, there[:, None] & (block + 1 < end), pairs, LAYOUT)
-            async_copy.wait_group(1)
-            gl.barrier()
-            tile = tiles.index(stage).load(LAYOUT)
-            store_columns(tile, column_codes, column_scale, group, block, columns, places, flags)
-            if ROWS:
-                store_rows(tiles.index(stage).load(WIDE), codes, scale, first, row_end, block, columns, M)
-            gl.barrier()
-            stage ^= 1
-            block += 1
-        async_copy.wait_group(0)
+        next_item, next_group, next_block, next_end = item, group, block + 1, end
+        next_first, next_row_end = first, row_end
+        if next_block == end:
+            next_item = item + gl.num_programs(0)
+            next_group, next_block, next_end, next_first, next_row_end = _work(
+                next_item, groups, chunks, across, group_ends, ends, M, flags
+            )
+            at, there = _rows(x, index, next_first, next_row_end, by, top_k, pairs, index_step, flags, LAYOUT)
+        _copy(tiles.index(stage ^ 1), at, next_block, there, pairs, LAYOUT)
+        async_copy.wait_group(1)
         gl.barrier()
-        item += gl.num_programs(0)
+        tile = tiles.index(stage).load(LAYOUT)
+        store_columns(tile, column_codes, column_scale, group, block, columns, places, flags)
+        if ROWS:
+            store_rows(tiles.index(stage).load(WIDE), codes, scale, first, row_end, block, columns, M)
+        gl.barrier()
+        stage ^= 1
+        item, group, block, end, first, row_end = next_item, next_group, next_block, next_end, next_first, next_row_end
+    async_copy.wait_group(0)
 
 
 @gluon.jit

@@ -51,6 +51,7 @@ def test_codes_and_scales() -> None:
         COLUMNS | {"counts": [0, 0, 0], "spare": 4},
         *(COLUMNS | {"counts": [127, -3, 1, 0, 255], "special": True, "shared": shared} for shared in (False, True)),
         COLUMNS | {"counts": [300], "spare": 0, "C": 128},
+        *(COLUMNS | {"counts": [130, 3], "C": 640, "programs": n, "top_k": k} for n, k in ((3, 0), (1, 2))),
         GRADIENTS,
         GRADIENTS | {"I": 128, "shared": True, "wide": True, "narrow": True, "special": True},
         GRADIENTS | {"counts": [0, 128, 2], "I": 128, "kind": KINDS.index("swiglustep"), "weighted": False},
