@@ -30,6 +30,7 @@ _NARROW_DWEIGHTS: tl.constexpr = tl.constexpr(8192)
 _BLOCKS: tl.constexpr = tl.constexpr(65536)
 _PAIRS: tl.constexpr = tl.constexpr(64)  # pairs of neighbouring columns of a tile
 _FAR: tl.constexpr = tl.constexpr(150.0)  # as in activation.py
+# Sixteen warps took 1.04 times as long, and the next tile fetched to the L2 cache meanwhile 1.09 (an H200).
 _PART: tl.constexpr = tl.constexpr(32)  # rows of a tile that are computed at a time
 _PARTS: tl.constexpr = tl.constexpr(4)
 
