@@ -320,7 +320,8 @@ def _of_codes(
 ) -> tuple[torch.Tensor | None, ...] | None:
     """``gradients`` of x, both weights and the routing weights, without dh, a and rows of dout and x in bfloat16.
 
-    None where a kernel is missing or a weight is too small (``multiplies_codes``); no more than weights was quantised.
+    None where a kernel is missing or a weight is too small (``multiplies_codes``). gate_up is quantised after ddown, so
+    its codes and dout's are not in memory at the same time.
     """
     k, layout, act, bucket = how
     index, m_sizes, _, _, places = routing
@@ -330,18 +331,17 @@ def _of_codes(
         return None
     if not takes_gradients(dout, x, h, E, I):
         return None
-    up, down = (matrix.weights(executor) for matrix in matrices)
-    of_dout, of_dh = (
-        Rows(Op.FORWARD, t, w, m_sizes, Layout.NK, M, expected=bucket) for t, w in ((dout, down), (h, up))
-    )
-    steps = resolve_made_codes(of_dout), resolve_made_codes(of_dh)
-    if steps[0] is None or steps[1] is None:
+    of_up, of_down = matrices
+    down = of_down.weights(executor)
+    of_dout = Rows(Op.FORWARD, dout, down, m_sizes, Layout.NK, M, expected=bucket)
+    step = resolve_made_codes(of_dout)
+    if step is None:
         return None
     turned = layout is Layout.KN  # dw[e].T: the operands change places
     of_columns, rows = both_codes(dout, m_sizes, index, k, blocks=turned, executor=executor)
-    da = of_made_codes(steps[0], of_dout, rows, executor)
+    da = of_made_codes(step, of_dout, rows, executor)
     del rows, of_dout, down
-    results = gradient_codes(
+    dh, rows, a, dweights = gradient_codes(
         h,
         da,
         m_sizes,
@@ -353,17 +353,21 @@ def _of_codes(
         executor=executor,
     )
     del da
-    dtypes = [matrix.dtype for matrix in matrices]
-    pair = (results.a, of_columns) if turned else (of_columns, results.a)
-    ddown = dW_of_codes(*pair, m_sizes, dtype=dtypes[1], executor=executor)
-    del of_columns, pair
-    dx = of_made_codes(steps[1], of_dh, results.rows, executor)
-    dh, dweights = results.dh, results.dweights
-    del results, of_dh, up
+    pair = (a, of_columns) if turned else (of_columns, a)
+    ddown = dW_of_codes(*pair, m_sizes, dtype=of_down.dtype, executor=executor)
+    del of_columns, a, pair
+    up = of_up.weights(executor)
+    of_dh = Rows(Op.FORWARD, h, up, m_sizes, Layout.NK, M, expected=bucket)
+    step = resolve_made_codes(of_dh)
+    if step is None:
+        executor.unplanned()  # the steps so far are not needed
+        return None
+    dx = of_made_codes(step, of_dh, rows, executor)
+    del rows, of_dh, up
     dx = gather_combine.combine(dx, places, k, executor=executor)
     of_x = column_codes(x, m_sizes, index, k, blocks=not turned, executor=executor)
     pair = (of_x, dh) if turned else (dh, of_x)
-    dup = dW_of_codes(*pair, m_sizes, dtype=dtypes[0], executor=executor)
+    dup = dW_of_codes(*pair, m_sizes, dtype=of_up.dtype, executor=executor)
     if dweights is not None:
         dweights = executor.call(partial(of_weights, top_k=k, E=E, dtype=weights.dtype), dweights)
     return dx, dup, ddown, None, None, dweights

@@ -569,6 +569,9 @@ def test_a_backward_without_dh_has_the_same_bits(
             moe_mlp(*leaves[:3], ids, leaves[3], **FP8, **more).backward(dy)
         ops = [launch.code.op for launch in machine.launches]
         assert (RowOp.ACTIVATION_GRAD_CODES in ops) is by_codes
+        quantised = [i for i, op in enumerate(ops) if op is RowOp.QUANTIZE_BLOCKS]
+        assert len(quantised) == 4
+        assert quantised[2] < ops.index(Op.DW) < quantised[3]  # gate_up's codes take no memory until dx needs them
         results.append([leaf.grad for leaf in leaves])
     for quick, slow in zip(*results[:2], strict=True):
         assert quick is not None
