@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifacts.errors import HostError
+from ...kernels.hopper_w4a16 import ZERO_DTYPES
 from ...kernels.rowops import ALONG_M, RowOpSpec
 from ...kernels.spec import PINGPONG_COLUMNS, Spec
 
@@ -20,9 +21,11 @@ _TOOL_TIMEOUT_S = 60
 # First and last release of Triton that compile correctly: the plain kernels, and those in Gluon, which are the
 # warp-specialised ones and the row kernels of ``ALONG_M`` (3.6 has no gl.barrier). 3.8 can't compile warp-specialised
 # tiles of 192 rows or columns: its views of shared memory are as large as the allocation (kernels/gluon/pipeline.py).
+# Nor do 3.8 and 3.9 allow the views of kernels/hopper_w4a16/rows_zero.py.
 KNOWN = ((3, 6, 0), (3, 9, 0))
 KNOWN_GLUON = ((3, 7, 0), (3, 9, 0))
 WITHOUT_192 = ((3, 8, 0), (3, 8, 0))
+WITHOUT_ZERO_POINTS = ((3, 8, 0), (3, 9, 0))
 BUILDER = "3.7.1"  # compiles every kernel
 # Capabilities that the first of Triton's two assemblers compiles for: before Triton 3.9, and since.
 _FIRST, _FIRST_SINCE_39 = frozenset((80, 86, 87, 89, 90)), frozenset((80, 86, 87, 89))
@@ -89,11 +92,15 @@ def unable(spec: Spec | RowOpSpec) -> str | None:
         return None
     c = spec.config
     if PINGPONG_COLUMNS in (c.block_m, c.block_n, c.block_k) and _within(triton, WITHOUT_192):
-        return (
-            f"warp-specialised kernels in tiles of {PINGPONG_COLUMNS} are compiled with Triton {_named(KNOWN_GLUON)} "
-            f"but {_named(WITHOUT_192)}, this is {triton}"
-        )
-    return None
+        what, without = f"in tiles of {PINGPONG_COLUMNS}", WITHOUT_192
+    elif spec.dtype in ZERO_DTYPES and _within(triton, WITHOUT_ZERO_POINTS):
+        what, without = "of weights with zero points", WITHOUT_ZERO_POINTS
+    else:
+        return None
+    return (
+        f"warp-specialised kernels {what} are compiled with Triton {_named(KNOWN_GLUON)} but {_named(without)}, "
+        f"this is {triton}"
+    )
 
 
 def _within(version: str, releases: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:

@@ -19,6 +19,11 @@ from pretuned.kernels.spec import Config, Loads, Schedule, Spec, TileRows
 PLAIN = Spec(Op.FORWARD, DType.BF16, Config(64, 128, 32, 4, 3))
 PASS = RowOpSpec(RowOp.GATHER, DType.BF16)
 IN_TURNS = Config(128, 192, 64, 8, 5, loads=Loads.TMA, schedule=Schedule.PINGPONG)
+OF_ZERO_POINTS = Spec(
+    Op.FORWARD,
+    DType.INT4_G128_ZP,
+    Config(64, 128, 128, 8, 2, loads=Loads.TMA, schedule=Schedule.W4A16, rows=TileRows.FITTED),
+)
 OF_192 = (
     Spec(Op.DX, DType.BF16, IN_TURNS),
     Spec(Op.FORWARD, DType.FP16, IN_TURNS._replace(block_m=192, block_n=128, rows=TileRows.FITTED)),
@@ -88,10 +93,27 @@ def test_all_but_tiles_of_192(installed: Callable[[str], None], version: str) ->
         )
 
 
-@pytest.mark.parametrize("version", ["3.7.0", "3.7.1", "3.7.2", "3.7.1+cu130", "3.9.0", "3.9.1"])
-def test_all_kernels(installed: Callable[[str], None], version: str) -> None:
+@pytest.mark.parametrize("version", ["3.8.0", "3.9.0"])
+def test_all_but_zero_points(installed: Callable[[str], None], version: str) -> None:
+    installed(version)
+    assert toolchain.unable(OF_ZERO_POINTS._replace(dtype=DType.INT4_G128)) is None
+    assert toolchain.unable(OF_ZERO_POINTS._replace(config=PLAIN.config)) is None
+    assert toolchain.unable(OF_ZERO_POINTS) == (
+        "warp-specialised kernels of weights with zero points are compiled with Triton 3.7.0 to 3.9.0 but 3.8.0 to "
+        f"3.9.0, this is {version}"
+    )
+
+
+@pytest.mark.parametrize("version", ["3.9.0", "3.9.1"])
+def test_all_tiles(installed: Callable[[str], None], version: str) -> None:
     installed(version)
     assert [toolchain.unable(spec) for spec in (PLAIN, PASS, SPECIALISED, *OF_192)] == [None] * 6
+
+
+@pytest.mark.parametrize("version", ["3.7.0", "3.7.1", "3.7.2", "3.7.1+cu130"])
+def test_all_kernels(installed: Callable[[str], None], version: str) -> None:
+    installed(version)
+    assert [toolchain.unable(spec) for spec in (PLAIN, PASS, SPECIALISED, *OF_192, OF_ZERO_POINTS)] == [None] * 7
 
 
 @pytest.mark.parametrize(("version", "last"), [("3.6.0", 90), ("3.7.1", 90), ("3.8.0", 90), ("3.9.0", 89)])
