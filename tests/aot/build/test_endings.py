@@ -189,7 +189,9 @@ CALLS = ("mkdir", "flock", "write", "fchmod", "fsync", "rename", "unlink")
 def calls_on_the_output(place: Place, command: list[str]) -> list[tuple[str, int]]:
     """Every system call of a build that touches its output directory: the name, and the how-manieth of that name."""
     log = place.root / "calls"
-    done = place.run(["strace", "-f", "-y", "-o", str(log), "-e", f"trace={','.join(CALLS)}", *command])
+    done = place.run(
+        ["strace", "--seccomp-bpf", "-f", "-y", "-o", str(log), "-e", f"trace={','.join(CALLS)}", *command]
+    )
     assert done.returncode == 0, done.stderr
     counts: dict[tuple[str, str], int] = {}
     seen = []
