@@ -58,6 +58,14 @@ def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def compiled_dir(shared_dir: Path) -> Path:
+    """A compile cache for all tests: what one of them compiled is there for the others."""
+    path = shared_dir / "compiled"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+@pytest.fixture(scope="session")
 def compiled_models(shared_dir: Path) -> Path:
     """A compile cache that has the models of building.py, for tests that compile nothing or little: only read it."""
     from building import compiled_in

@@ -47,14 +47,6 @@ def training_plan() -> BuildPlan:
     return plan(load_models([SMALL + " layout=nk,kn"]).shapes)
 
 
-@pytest.fixture(scope="session")
-def compiled_dir(shared_dir: Path) -> Path:
-    """The compile cache of all tests here."""
-    path = shared_dir / "compiled"
-    path.mkdir(exist_ok=True)
-    return path
-
-
 @pytest.fixture
 def options(compiled_dir: Path, small_space: Pool, tmp_path: Path) -> Callable[..., BuildOptions]:
     """Options for a small build; keywords replace them."""
