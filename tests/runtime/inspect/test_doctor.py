@@ -276,7 +276,9 @@ def test_a_reader_that_has_left(tmp_path: Path, arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize(
+    "unbuffered", ["", pytest.param("1", marks=pytest.mark.nightly)], ids=["buffered", "unbuffered"]
+)
 def test_an_output_that_is_full(unbuffered: str) -> None:
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
@@ -288,7 +290,7 @@ def test_an_output_that_is_full(unbuffered: str) -> None:
 INTEGRATIONS = "integrations", "runtime/integrations"  # a package's name, and its folder
 
 
-@pytest.mark.slow  # two processes that import torch
+@pytest.mark.slow  # two processes
 def test_a_clone_that_was_pulled_after_it_was_installed(tmp_path: Path) -> None:
     """The bundles that it holds compressed are read, not what an earlier commit's were unpacked to."""
     package = tmp_path / "site" / "pretuned"
@@ -309,8 +311,7 @@ def test_a_clone_that_was_pulled_after_it_was_installed(tmp_path: Path) -> None:
 
     def look() -> tuple[list[str], list[str], str]:
         environment = os.environ | {"PYTHONPATH": str(package.parent), "HOME": str(tmp_path), "PRETUNED_BUNDLES": ""}
-        command = [sys.executable, "-m", "pretuned.runtime", "--json"]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = warm.run(["-m", "pretuned.runtime", "--json"], env=environment, cwd=tmp_path)
         report = json.loads(done.stdout)
         paths = [Path(bundle["path"]) for bundle in report["bundles"] if bundle["place"].startswith(str(unpacked))]
         assert all(bundle["variants"] == 3 for bundle in report["bundles"])
