@@ -201,7 +201,7 @@ def test_a_disk_that_is_full_and_then_is_not(request, tmp_path, bundle, size_kib
 
 
 def test_several_at_once_keep_all_tags(tmp_path, bundle):
-    tags = [f"1.{number}" for number in range(16)]
+    tags = [f"1.{number}" for number in range(8)]
     layout = tmp_path / "image"
     waiting = list(tags)
     while waiting:
