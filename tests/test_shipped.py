@@ -103,6 +103,7 @@ COMPARED_ELSEWHERE = {
     "rows_wna16_zero": "kernels/hopper_w4a16/test_rows.py",
     "rows_wna16_mx8": "kernels/hopper_w4a16/test_rows.py",
     "rows_w8a8": "kernels/hopper_w8a8_block/test_rows.py",
+    "rows_w8a8_starts": "kernels/hopper_w8a8_block/test_starts.py",
     "rows_w8a8_channel": "kernels/hopper_w8a8_channel/test_rows.py",
 }
 MOST_CONFIGS = 24  # of all builds and GPUs: they have most in common
