@@ -59,9 +59,13 @@ def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def compiled_dir(shared_dir: Path) -> Path:
-    """A compile cache for all tests: what one of them compiled is there for the others."""
+    """A compile cache for all tests: what ships of row kernels, and what one of the tests compiled for the others."""
+    from building import alone, take_row_kernels
+
     path = shared_dir / "compiled"
-    path.mkdir(exist_ok=True)
+    with alone(shared_dir / "compiled.lock"):
+        if not path.exists():
+            take_row_kernels(path)
     return path
 
 

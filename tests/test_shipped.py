@@ -13,7 +13,7 @@ import pytest
 from steps import steps
 
 from pretuned.aot.bundle.verify import sound
-from pretuned.aot.compile.cache import CompileCache, asked_for, made_of
+from pretuned.aot.compile.cache import asked_for, made_of
 from pretuned.aot.compile.pool import CompileJob, compile_all
 from pretuned.aot.compile.revisions import source_sha256
 from pretuned.aot.compile.shipped import Shipped
@@ -189,9 +189,7 @@ def test_the_candidates_are_all_that_would_be_compiled_of_these_kernels(sm: int)
         ),
     ],
 )
-def test_the_candidates_are_what_this_triton_compiles(
-    sm: int, low_rank: bool, left_out: tuple[str, ...], compiled_dir: Path
-) -> None:
+def test_the_candidates_are_what_this_triton_compiles(sm: int, low_rank: bool, left_out: tuple[str, ...]) -> None:
     """The smallest of each kernel, byte for byte: what is no kernel's source decides its code, too."""
 
     def size(spec: Any) -> tuple[int, ...]:
@@ -205,7 +203,7 @@ def test_the_candidates_are_what_this_triton_compiles(
     smallest = {entry_of(spec).name: spec for spec in sorted(able, key=size, reverse=True)}
     assert smallest.keys() >= set(left_out)
     jobs = [CompileJob(spec, sm) for kernel, spec in smallest.items() if kernel not in left_out]
-    results = compile_all(jobs, cache=CompileCache(compiled_dir))
+    results = compile_all(jobs)
     for result in results:
         ready = shipped.get(result.job.spec, sm)
         assert result.compiled is not None, result.reason

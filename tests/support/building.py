@@ -76,6 +76,29 @@ def fill(cache: Path, compiled: Path, lacking: int = 0) -> None:
         shutil.copy(entry, cache / entry.parent.name)
 
 
+def take_row_kernels(cache: Path) -> None:
+    """Put the shipped row kernels for 8.0 and 9.0 into a compile cache: half of what a small build would compile.
+
+    tests/test_shipped.py compares them with what is compiled.
+    """
+    from pretuned.aot.compile.cache import CompileCache
+    from pretuned.aot.compile.shipped import Shipped
+    from pretuned.aot.compile.triton import producer_of
+    from pretuned.artifacts.records import DType, Op
+    from pretuned.kernels import rowops
+
+    cache.mkdir()
+    for sm in (80, 90):
+        shipped, here = Shipped.in_packages(sm), producer_of(sm)
+        for spec in rowops.specs((DType.BF16, DType.FP16, DType.FP32), frozenset(Op)):
+            compiled = shipped.get(spec, sm)
+            if compiled is None or compiled.maker is None:
+                continue
+            maker = compiled.maker.producer
+            if (maker.triton, maker.ptxas) == (here.triton, here.ptxas):
+                CompileCache(cache).put(spec, sm, compiled)
+
+
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
     """One process at a time: the next one finds compiled what this one compiles."""
