@@ -22,6 +22,7 @@ from pretuned.aot.choose.candidates import read_candidates
 from pretuned.aot.cli.plan import estimate
 from pretuned.aot.cli.prune import prune_bundle as prune
 from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.compile.shipped import Shipped
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.aot.demand.api import key_for
 from pretuned.aot.demand.tuner import planned_for, shape_of
@@ -107,7 +108,10 @@ def planned() -> BuildPlan:
 @pytest.fixture(scope="module")
 def candidates(tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, planned: BuildPlan) -> Path:
     path = tmp_path_factory.mktemp("gated") / "candidates.msgpack"
-    compile_candidates(planned, (90,), path, BuildOptions(path.parent, cache=CompileCache(compiled_dir), space=SPACE))
+    options = BuildOptions(
+        path.parent, cache=CompileCache(compiled_dir), space=SPACE, shipped=Shipped.in_packages
+    )  # test_it_compiles compiles what ships here
+    compile_candidates(planned, (90,), path, options)
     return path
 
 

@@ -222,7 +222,8 @@ def _seen(*arguments, cwd):
 
 
 @pytest.mark.slow  # processes that build
-def test_no_bar_where_nothing_is_compiled(here):
+def test_no_bar_where_nothing_is_compiled(here, compiled_models):
+    fill(here / "cache" / "pretuned" / "compiled", compiled_models, lacking=2)
     asked = ("--models", "shape:E=8,H=256,I=128,k=2", "--sm", "80", "--ops", "forward")
     assert "compiling" not in _seen(*asked, cwd=here)
     assert "compiling" in _seen("--models", MODEL, "--sm", "80", "--out", "compiled", cwd=here)
