@@ -22,6 +22,7 @@ from small_bundles import H200, ON_A100, ON_H200, OTHER, PROBLEM, WIDE, bundle, 
 from pretuned.artifacts.codec import encode
 from pretuned.artifacts.packed import pack
 from pretuned.artifacts.records import Gpu, LocalGpu
+from pretuned.runtime import __main__ as command
 from pretuned.runtime.dispatch.places import candidates_name
 from pretuned.runtime.inspect.doctor import report
 from pretuned.runtime.settings import Settings
@@ -136,6 +137,14 @@ def test_a_damaged_bundle(tmp_path: Path) -> None:
     assert "can't be opened" in doctor_report.problems[0]
     assert doctor_report.bundles[0].why_not in str(doctor_report)
     assert "bad.msgpack" in doctor_report.bundles[0].why_not
+
+
+def test_a_bundle_that_is_cut_off_ends_the_command(clean_places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And so the build of an image: tests/test_dockerfile.py."""
+    path = write(clean_places / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    path.write_bytes(path.read_bytes()[:-1])
+    assert command.main([]) == 1
+    assert "ok        no" in capsys.readouterr().out
 
 
 def test_a_damaged_bundle_for_another_gpu_is_reported_too(tmp_path: Path) -> None:
