@@ -394,16 +394,18 @@ def test_verify_with_a_pin(aot, here, small_bundle):
 
 
 @pytest.mark.slow  # processes that import torch
-def test_doctor(aot_process):
+def test_doctor(aot, aot_process):
     ended = aot_process("doctor", "--json", PRETUNED_BUNDLES="")
     report = json.loads(ended.out)
     assert ended.code == (0 if report["runtime"]["ok"] else 1)
     assert report["builder"]["triton"] == toolchain().triton
-    assert "compile cache" in aot_process("doctor").out
+    assert "compile cache" in aot("doctor").out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["pretuned.aot", "doctor"], ["pretuned.runtime"]])
+@pytest.mark.parametrize(
+    "words", [["pretuned.aot", "doctor"], pytest.param(["pretuned.runtime"], marks=pytest.mark.nightly)]
+)
 def test_doctor_without_numpy_warns_of_nothing(words: list[str], here):
     """torch warns where there is none, as after ``pip install pretuned[aot]`` alone; nothing here needs it."""
     code = (
