@@ -333,7 +333,8 @@ except KeyboardInterrupt as error:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+# tests/aot/tune/test_tuner.py kills one with a GPU of its own by day
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)])
 def test_stopped_or_killed_it_loses_the_job_in_flight_at_most_and_goes_on(
     lone: Cluster, candidates: Path, small_plan: BuildPlan, tmp_path: Path, number: signal.Signals
 ) -> None:
