@@ -8,8 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pretuned.kernels.rowops import RowOpSpec
+    from pretuned.kernels.spec import Spec
 
 # fp32 has the fewest candidates, and dW the fewest forms: 7 variants and 8 row kernels, about half a second each.
 MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=mine"
@@ -81,22 +86,28 @@ def take_row_kernels(cache: Path) -> None:
 
     tests/test_shipped.py compares them with what is compiled.
     """
-    from pretuned.aot.compile.cache import CompileCache
-    from pretuned.aot.compile.shipped import Shipped
-    from pretuned.aot.compile.triton import producer_of
     from pretuned.artifacts.records import DType, Op
     from pretuned.kernels import rowops
 
     cache.mkdir()
     for sm in (80, 90):
-        shipped, here = Shipped.in_packages(sm), producer_of(sm)
-        for spec in rowops.specs((DType.BF16, DType.FP16, DType.FP32), frozenset(Op)):
-            compiled = shipped.get(spec, sm)
-            if compiled is None or compiled.maker is None:
-                continue
-            maker = compiled.maker.producer
-            if (maker.triton, maker.ptxas) == (here.triton, here.ptxas):
-                CompileCache(cache).put(spec, sm, compiled)
+        take_shipped(cache, rowops.specs((DType.BF16,), frozenset(Op)), sm)
+
+
+def take_shipped(cache: Path, specs: Iterable[Spec | RowOpSpec], sm: int) -> None:
+    """Put the shipped variants of these specs into a compile cache, if they were compiled with the tools here."""
+    from pretuned.aot.compile.cache import CompileCache
+    from pretuned.aot.compile.shipped import Shipped
+    from pretuned.aot.compile.triton import producer_of
+
+    shipped, here = Shipped.in_packages(sm), producer_of(sm)
+    for spec in specs:
+        compiled = shipped.get(spec, sm)
+        if compiled is None or compiled.maker is None:
+            continue
+        maker = compiled.maker.producer
+        if (maker.triton, maker.ptxas) == (here.triton, here.ptxas):
+            CompileCache(cache).put(spec, sm, compiled)
 
 
 @contextlib.contextmanager

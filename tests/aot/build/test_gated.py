@@ -11,6 +11,7 @@ from pathlib import Path
 
 import faketimer
 import pytest
+from building import take_shipped
 
 from pretuned.aot.build.build import build, build_measured, compile_candidates
 from pretuned.aot.build.options import BuildOptions
@@ -22,7 +23,6 @@ from pretuned.aot.choose.candidates import read_candidates
 from pretuned.aot.cli.plan import estimate
 from pretuned.aot.cli.prune import prune_bundle as prune
 from pretuned.aot.compile.cache import CompileCache
-from pretuned.aot.compile.shipped import Shipped
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.aot.demand.api import key_for
 from pretuned.aot.demand.tuner import planned_for, shape_of
@@ -108,10 +108,8 @@ def planned() -> BuildPlan:
 @pytest.fixture(scope="module")
 def candidates(tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, planned: BuildPlan) -> Path:
     path = tmp_path_factory.mktemp("gated") / "candidates.msgpack"
-    options = BuildOptions(
-        path.parent, cache=CompileCache(compiled_dir), space=SPACE, shipped=Shipped.in_packages
-    )  # test_it_compiles compiles what ships here
-    compile_candidates(planned, (90,), path, options)
+    take_shipped(compiled_dir, specs(planned.problems, 90, SPACE), 90)  # test_it_compiles compiles such
+    compile_candidates(planned, (90,), path, BuildOptions(path.parent, cache=CompileCache(compiled_dir), space=SPACE))
     return path
 
 
