@@ -200,8 +200,9 @@ def test_a_disk_that_is_full_and_then_is_not(request, tmp_path, bundle, size_kib
     check_oci(tmp_path / "copy")
 
 
-def test_several_at_once_keep_all_tags(tmp_path, bundle):
-    tags = [f"1.{number}" for number in range(8)]
+@pytest.mark.parametrize("packs", [8, pytest.param(16, marks=pytest.mark.nightly)])
+def test_several_at_once_keep_all_tags(tmp_path, bundle, packs):
+    tags = [f"1.{number}" for number in range(packs)]
     layout = tmp_path / "image"
     waiting = list(tags)
     while waiting:
