@@ -58,6 +58,18 @@ def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def compiled_dir(shared_dir: Path) -> Path:
+    """A compile cache for all tests: what ships of row kernels, and what one of the tests compiled for the others."""
+    from building import alone, take_row_kernels
+
+    path = shared_dir / "compiled"
+    with alone(shared_dir / "compiled.lock"):
+        if not path.exists():
+            take_row_kernels(path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def compiled_models(shared_dir: Path) -> Path:
     """A compile cache that has the models of building.py, for tests that compile nothing or little: only read it."""
     from building import compiled_in

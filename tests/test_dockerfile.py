@@ -152,6 +152,7 @@ def test_the_image_serves_as_any_user_and_writes_nothing(images: Images, context
     assert "Read-only file system" in wrote.stderr
 
 
+@pytest.mark.nightly  # tests/runtime/inspect/test_doctor.py has the doctor's word on it
 def test_a_bundle_that_can_t_be_opened_ends_the_build(images: Images, context: Path) -> None:
     bundle = context / "bundles" / BUNDLE.name
     bundle.write_bytes(bundle.read_bytes()[:-1])

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import warm
 from wheels import copy_tree
 
 from pretuned.aot.compile.toolchain import KNOWN
@@ -128,7 +129,7 @@ def test_the_names_that_people_use_are_the_packages_own_and_imported_when_they_a
         f"assert all(getattr(p, n) is getattr(r, n) for n in {names!r})\n"
         f"assert {{*{names!r}}} < set(dir(p)) and {{*{names!r}, '__version__'}} == set(p.__all__)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = warm.run(["-c", code])
     assert done.returncode == 0, done.stderr
 
 

@@ -94,6 +94,18 @@ LATER = (
 # Of the cells that a GPU is to have: another's choices stand for the rest. Modelled are fp8_channel of flagships*.txt,
 # one padded width there on the H100, and 37 of zero-points.txt, where an untimed variant looks faster than all timed.
 MEASURED_PART = 0.977
+# Kernels whose tests compile a variant that ships anyway, and compare it: the file, in tests.
+COMPARED_ELSEWHERE = {
+    "rows_specialized": "aot/compile/test_ptx.py",
+    "rows_fitted": "aot/compile/test_ptx.py",
+    "weight_specialized": "aot/compile/test_ptx.py",
+    "rows_wna16": "kernels/hopper_w4a16/test_rows.py",
+    "rows_wna16_zero": "kernels/hopper_w4a16/test_rows.py",
+    "rows_wna16_mx8": "kernels/hopper_w4a16/test_rows.py",
+    "rows_w8a8": "kernels/hopper_w8a8_block/test_rows.py",
+    "rows_w8a8_starts": "kernels/hopper_w8a8_block/test_starts.py",
+    "rows_w8a8_channel": "kernels/hopper_w8a8_channel/test_rows.py",
+}
 MOST_CONFIGS = 24  # of all builds and GPUs: they have most in common
 MOST_BYTES = 45_500_000
 MOST_PRESSED_BYTES = 5_200_000
@@ -168,10 +180,16 @@ def test_the_candidates_are_all_that_would_be_compiled_of_these_kernels(sm: int)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sm", "low_rank"),
-    [(90, False), *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((90, True), (80, False), (80, True)))],
+    ("sm", "low_rank", "left_out"),
+    [
+        (90, False, tuple(COMPARED_ELSEWHERE)),
+        *(
+            pytest.param(*case, (), marks=pytest.mark.nightly)
+            for case in ((90, False), (90, True), (80, False), (80, True))
+        ),
+    ],
 )
-def test_the_candidates_are_what_this_triton_compiles(sm: int, low_rank: bool) -> None:
+def test_the_candidates_are_what_this_triton_compiles(sm: int, low_rank: bool, left_out: tuple[str, ...]) -> None:
     """The smallest of each kernel, byte for byte: what is no kernel's source decides its code, too."""
 
     def size(spec: Any) -> tuple[int, ...]:
@@ -183,7 +201,9 @@ def test_the_candidates_are_what_this_triton_compiles(sm: int, low_rank: bool) -
     wanted = to_compile(planned_on(listed, (sm,)).problems, sm, Pool(), low_rank=True)
     able = [spec for spec in wanted if (Fusion.LOW_RANK in spec.fusion) is low_rank]
     smallest = {entry_of(spec).name: spec for spec in sorted(able, key=size, reverse=True)}
-    results = compile_all([CompileJob(spec, sm) for spec in smallest.values()])
+    assert smallest.keys() >= set(left_out)
+    jobs = [CompileJob(spec, sm) for kernel, spec in smallest.items() if kernel not in left_out]
+    results = compile_all(jobs)
     for result in results:
         ready = shipped.get(result.job.spec, sm)
         assert result.compiled is not None, result.reason
@@ -215,16 +235,21 @@ def test_the_kernels_of_weights_are_those_of_every_format() -> None:
     assert all(variant.spill_bytes <= most.get(variant.op, 8) for variant in variants)
 
 
+@pytest.mark.parametrize("path", sorted(set(COMPARED_ELSEWHERE.values())))
+def test_kernels_are_compared_elsewhere(path: str) -> None:
+    text = (Path(__file__).parent / path).read_text()
+    assert "assert_as_shipped(" in text or "ptx_for_hopper(" in text
+
+
 @pytest.mark.slow
 def test_the_kernels_of_weights_are_what_this_triton_compiles() -> None:
+    """All but dW of codes: tests/kernels/hopper_w8a8_block/test_weight.py."""
     with open_bundle(FOLDER / f"{OF_WEIGHTS}.msgpack") as file:
         bundle = file.load()
     there = dict(zip(map(made_of, bundle.variants), bundle.cubins, strict=True))
-    gemms, rows = of_training(90)
-    wanted: list[Spec | RowOpSpec] = [RowOpSpec(RowOp.MOVE_CODES, DType.FP8_BLOCK)]
-    wanted += [RowOpSpec(RowOp.QUANTIZE_WEIGHTS, DType.FP8_BLOCK)]
-    wanted += [*gemms, *rows]
-    for result in compile_all([CompileJob(spec, 90) for spec in wanted]):
+    _, rows = of_training(90)
+    wanted = [RowOpSpec(op, DType.FP8_BLOCK) for op in (RowOp.MOVE_CODES, RowOp.QUANTIZE_WEIGHTS)]
+    for result in compile_all([CompileJob(spec, 90) for spec in (*wanted, *rows)]):
         assert result.compiled is not None, result.reason
         assert result.compiled.cubin == there[asked_for(result.job.spec)], f"{OF_WEIGHTS} is stale: {result.job.spec}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,16 @@ def _fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
     return (Config(16, 32, 32, 4, 2),)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def unpacked_once() -> Iterator[None]:
+    """The candidates that ship are unpacked once: each build that looks for them would do it again."""
+    from unpacked import kept  # here, as programs that tests run import this module, too
+
+    with pytest.MonkeyPatch.context() as patch:
+        kept(patch)
+        yield
+
+
 @pytest.fixture(scope="session")
 def small_space() -> Pool:
     """Two aligned candidates and one fallback."""
@@ -45,14 +55,6 @@ def small_plan() -> BuildPlan:
 def training_plan() -> BuildPlan:
     """The aligned model, every op, w in both layouts."""
     return plan(load_models([SMALL + " layout=nk,kn"]).shapes)
-
-
-@pytest.fixture(scope="session")
-def compiled_dir(shared_dir: Path) -> Path:
-    """The compile cache of all tests here."""
-    path = shared_dir / "compiled"
-    path.mkdir(exist_ok=True)
-    return path
 
 
 @pytest.fixture

@@ -310,7 +310,16 @@ def test_whose_cache_it_is(home, caplog):
         assert cache_fault(overlay) == ""
 
 
-@pytest.mark.parametrize(("number", "goes_on"), [(errno.ENOSYS, True), (errno.EOPNOTSUPP, True), (errno.EIO, False)])
+@pytest.mark.parametrize(
+    ("number", "goes_on"),
+    [
+        (errno.ENOSYS, True),
+        (errno.EOPNOTSUPP, True),
+        (errno.ENOLCK, True),
+        (errno.EIO, False),
+        (errno.ESTALE, False),
+    ],
+)
 def test_a_lock_that_the_file_system_refuses(tmp_path, monkeypatch, number, goes_on):
     """(``tests/faults/test_locks.py`` has the system refuse it.)"""
 
@@ -321,7 +330,7 @@ def test_a_lock_that_the_file_system_refuses(tmp_path, monkeypatch, number, goes
     before = open_files()
     with lock(tmp_path, 0) as held:
         assert not held
-    refused = pytest.raises(HostError, match=r"can't lock .*: Input/output error")
+    refused = pytest.raises(HostError, match=f"can't lock .*: {os.strerror(number)}")
     with contextlib.nullcontext() if goes_on else refused, lock(tmp_path, 0, required=True) as held:
         assert not held
     assert open_files() == before

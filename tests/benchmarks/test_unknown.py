@@ -90,7 +90,7 @@ def test_shapes_that_no_list_has_lose_little(tool: ModuleType, gpu: str, worst: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu", ["h100", "h200"])
+@pytest.mark.parametrize("gpu", [pytest.param("h100", marks=pytest.mark.nightly), "h200"])
 def test_a_shortlist_by_neighbours_loses_less_than_one_by_the_cost_model(tool: ModuleType, gpu: str) -> None:
     with open_bundle(tool.BUNDLE) as bundle:
         contents = read_journal(RESULTS / f"unknown-{gpu}.journal.xz")

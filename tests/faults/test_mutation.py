@@ -25,20 +25,25 @@ pytestmark = pytest.mark.slow
 GOLDEN = {path.stem: path.read_bytes() for path in sorted((Path(__file__).parents[1] / "golden").glob("*.msgpack"))}
 
 
+@pytest.mark.parametrize("mutations", [20_000, pytest.param(60_000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", GOLDEN)
-def test_no_mutation_is_accepted(name):
+def test_no_mutation_is_accepted(name, mutations):
     data = GOLDEN[name]
     inputs = mutate.flips(data, random.Random(f"flips {name}"))
-    assert mutate.run(inputs, 60_000, lambda got: got != data and mutate.accepted(got)) == 0
+    assert mutate.run(inputs, mutations, lambda got: got != data and mutate.accepted(got)) == 0
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(value, marks=() if "gpus" in value else pytest.mark.nightly) for value in GOLDEN]
+    ("name", "mutations"),
+    [
+        *((value, 15_000) for value in GOLDEN if "gpus" in value),
+        *(pytest.param(value, 40_000, marks=pytest.mark.nightly) for value in GOLDEN),
+    ],
 )
-def test_a_mutation_with_the_digest_made_right_is_refused_or_canonical(name):
+def test_a_mutation_with_the_digest_made_right_is_refused_or_canonical(name, mutations):
     inputs = mutate.sealed(GOLDEN[name], random.Random(f"sealed {name}"))
     accepted = functools.partial(mutate.accepted, whole=False)  # whole: test_any_change_to_the_index
-    assert mutate.run(inputs, 40_000, accepted) > 0, "the fuzzer never got past the checks"
+    assert mutate.run(inputs, mutations, accepted) > 0, "the fuzzer never got past the checks"
 
 
 @settings(max_examples=1500, deadline=None, derandomize=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 import golden_bundles
 import pytest
 
+from pretuned.aot.pack.package import Item, Package, write_directory, write_image
 from pretuned.artifacts import codec
 from pretuned.artifacts.bundle_file import open_bundle
 
@@ -69,11 +70,24 @@ def traced(request, tmp_path, bundle) -> Callable[..., tuple[int, str, list[str]
 
     def run(kind: str, out: Path, *options: str) -> tuple[int, str, list[str]]:
         log = tmp_path / "strace"
-        command = ["strace", "-f", "-y", "-o", log, "-e", TRACED, *options, sys.executable, "-c", PACK]
-        done = subprocess.run([*command, kind, out, "1.0", bundle], capture_output=True, text=True, check=False)
+        kills = any("signal=" in option for option in options)  # which a filter in the kernel would pass over
+        strace = ["strace", *([] if kills else ["--seccomp-bpf"]), "-f", "-y", "-o", log, "-e", TRACED, *options]
+        done = subprocess.run(
+            [*strace, sys.executable, "-c", PACK, kind, out, "1.0", bundle], capture_output=True, text=True, check=False
+        )
         return done.returncode, done.stdout + done.stderr, log.read_text().splitlines()
 
     return run
+
+
+def pack_here(kind: str, out: Path, bundle: Path) -> None:
+    """PACK in this process: it starts no interpreter."""
+    with open_bundle(bundle) as file:
+        packed = Package("acme", "1.0", (Item(bundle.name, bundle.read_bytes(), file.load()),))
+    if kind == "oci":
+        write_image(out, packed, "amd64", print)
+    else:
+        write_directory(out, packed, print)
 
 
 def points(lines: list[str], out: Path) -> list[tuple[str, int]]:
@@ -118,7 +132,9 @@ def check_dir(folder: Path) -> None:
 
 @pytest.mark.parametrize("nth", [7, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("kind", "check"), [("oci", check_oci), ("dir", check_dir)])
-def test_a_first_pack_killed_or_failing_at_any_call_is_completed_by_the_next(traced, tmp_path, kind, check, nth):
+def test_a_first_pack_killed_or_failing_at_any_call_is_completed_by_the_next(
+    traced, tmp_path, bundle, kind, check, nth
+):
     def out(name: str) -> Path:
         return tmp_path / name / "made" / "here"
 
@@ -141,9 +157,11 @@ def test_a_first_pack_killed_or_failing_at_any_call_is_completed_by_the_next(tra
         assert "Traceback" not in said, point
         assert status in (0, 1) if "error" in how else status, point
         ended += status != 0
-        status, said, _ = traced(kind, here)
-        assert status == 0, f"after {point}: {said}"
-        check(here)
+        try:
+            pack_here(kind, here, bundle)
+            check(here)
+        except Exception as error:
+            raise AssertionError(f"after {point}") from error
         temps = [*here.rglob("*.tmp")]
         assert not temps, f"after {point}: {temps}"
         shutil.rmtree(tmp_path / str(number))
@@ -182,8 +200,9 @@ def test_a_disk_that_is_full_and_then_is_not(request, tmp_path, bundle, size_kib
     check_oci(tmp_path / "copy")
 
 
-def test_several_at_once_keep_all_tags(tmp_path, bundle):
-    tags = [f"1.{number}" for number in range(16)]
+@pytest.mark.parametrize("packs", [8, pytest.param(16, marks=pytest.mark.nightly)])
+def test_several_at_once_keep_all_tags(tmp_path, bundle, packs):
+    tags = [f"1.{number}" for number in range(packs)]
     layout = tmp_path / "image"
     waiting = list(tags)
     while waiting:

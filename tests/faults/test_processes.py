@@ -58,6 +58,6 @@ def race(folder: Path, processes: int, threads: int, rounds: int) -> list[int | 
     return [worker.exitcode for worker in workers]
 
 
-@pytest.mark.parametrize(("processes", "rounds"), [(32, 15), pytest.param(64, 30, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("processes", "rounds"), [(16, 15), pytest.param(64, 30, marks=pytest.mark.nightly)])
 def test_all_succeed(tmp_path, processes, rounds):
     assert race(tmp_path, processes=processes, threads=8, rounds=rounds) == [0] * processes

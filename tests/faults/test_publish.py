@@ -75,7 +75,9 @@ def strace(request, tmp_path):
 
     def run(path: Path, *options: str) -> tuple[int, str, list[str]]:
         log = tmp_path / "strace"
-        command = ["strace", "-f", "-y", "-o", log, *options, sys.executable, "-c", PUBLISH, path, source]
+        kills = any("signal=" in option for option in options)  # which a filter in the kernel would pass over
+        command = ["strace", *([] if kills else ["--seccomp-bpf"]), "-f", "-y", "-o", log, *options]
+        command += [sys.executable, "-c", PUBLISH, path, source]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         lines = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines()]
         begin = max((i for i, line in enumerate(lines) if '"begin"' in line), default=0)
@@ -258,7 +260,7 @@ def under_load(
     return {"loads": loaded.value, "republishes": published.value, "failed": failed}
 
 
-@pytest.mark.parametrize("loads", [2100, pytest.param(6000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("loads", [900, pytest.param(6000, marks=pytest.mark.nightly)])
 def test_republished_under_load(folder, loads):
     """Nothing torn, nothing missing, and no temp file stays."""
     done = under_load(folder, (OLD, NEW), loads)

@@ -6,13 +6,12 @@ import contextlib
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import warm
 from emulated_driver import EmulatedGpu, emulated
 from small_bundles import ON_H200, PROBLEM, SPECS, WIDE, bundle, modelled, snapshot, write
 
@@ -319,6 +318,6 @@ def test_what_is_promised(how: str, tmp_path: Path) -> None:
     """A fork before other threads use pretuned, or a spawn while they do."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = subprocess.run([sys.executable, program, how], capture_output=True, text=True, timeout=300, check=False)
+    done = warm.run([program, how])
     assert done.stdout.split() == ["True"], done.stderr
     assert done.returncode == 0, done.stderr

@@ -9,10 +9,14 @@ import subprocess
 import sys
 
 import pytest
+import warm
 
 
-def modules_after(code: str, **environment: str) -> dict[str, bool]:
-    """In a fresh process, after ``code``: whether each of some modules is imported, and whether CUDA is."""
+def modules_after(code: str, *, cold: bool = False, **environment: str) -> dict[str, bool]:
+    """In a new process, after ``code``: whether each of some modules is imported, and whether CUDA is.
+
+    The process has imported torch and nothing else of these, unless it is ``cold``.
+    """
     report = """
 import json, sys
 watched = ("torch", "triton", "click", "rich", "pebble", "filelock", "msgpack",
@@ -24,12 +28,11 @@ found = {name: name in sys.modules for name in watched}
 torch = sys.modules.get("torch")
 print(json.dumps(found | {"cuda": bool(torch and torch.cuda.is_initialized())}))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code + report],
-        env={"PATH": os.environ["PATH"], **environment},
-        capture_output=True,
-        text=True,
-        check=False,
+    words, env = ["-c", code + report], {"PATH": os.environ["PATH"], **environment}
+    done = (
+        subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, check=False)
+        if cold
+        else warm.run(words, env=env)
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr
@@ -39,7 +42,9 @@ print(json.dumps(found | {"cuda": bool(torch and torch.cuda.is_initialized())}))
 
 @functools.cache
 def modules_of_torch() -> dict[str, bool]:
-    return modules_after("import torch")
+    modules = modules_after("import torch")
+    assert not [name for name, imported in modules.items() if imported and name.startswith("pretuned")]
+    return modules
 
 
 def test_the_package_alone_imports_nothing() -> None:
@@ -109,7 +114,7 @@ from pretuned.runtime import grouped_gemm
 y = grouped_gemm(torch.ones(2, 4), torch.ones(1, 3, 4), torch.tensor([2]))
 assert y.tolist() == [[4.0] * 3] * 2
 """
-    modules = modules_after(code)
+    modules = modules_after(code, cold=True)
     assert not modules["triton"]
     assert not modules["cuda"]
 

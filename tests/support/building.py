@@ -8,8 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pretuned.kernels.rowops import RowOpSpec
+    from pretuned.kernels.spec import Spec
 
 # fp32 has the fewest candidates, and dW the fewest forms: 7 variants and 8 row kernels, about half a second each.
 MODEL = "shape:E=8,H=256,I=128,k=2 dtype=fp32 ops=dW tokens=1..64 name=mine"
@@ -74,6 +79,35 @@ def fill(cache: Path, compiled: Path, lacking: int = 0) -> None:
     for entry in sorted(compiled.glob("??/*.bin"))[lacking:]:
         (cache / entry.parent.name).mkdir(parents=True, exist_ok=True)
         shutil.copy(entry, cache / entry.parent.name)
+
+
+def take_row_kernels(cache: Path) -> None:
+    """Put the shipped row kernels for 8.0 and 9.0 into a compile cache: half of what a small build would compile.
+
+    tests/test_shipped.py compares them with what is compiled.
+    """
+    from pretuned.artifacts.records import DType, Op
+    from pretuned.kernels import rowops
+
+    cache.mkdir()
+    for sm in (80, 90):
+        take_shipped(cache, rowops.specs((DType.BF16,), frozenset(Op)), sm)
+
+
+def take_shipped(cache: Path, specs: Iterable[Spec | RowOpSpec], sm: int) -> None:
+    """Put the shipped variants of these specs into a compile cache, if they were compiled with the tools here."""
+    from pretuned.aot.compile.cache import CompileCache
+    from pretuned.aot.compile.shipped import Shipped
+    from pretuned.aot.compile.triton import producer_of
+
+    shipped, here = Shipped.in_packages(sm), producer_of(sm)
+    for spec in specs:
+        compiled = shipped.get(spec, sm)
+        if compiled is None or compiled.maker is None:
+            continue
+        maker = compiled.maker.producer
+        if (maker.triton, maker.ptxas) == (here.triton, here.ptxas):
+            CompileCache(cache).put(spec, sm, compiled)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Quantised experts under FSDP2, in two processes: ``python sharded_experts.py RANK FILE WHEN...``.
+"""Quantised experts under FSDP2, in two processes: ``python sharded_experts.py FILE WHEN...``.
 
 ``WHEN`` says when experts are prepared: ``never``, ``before`` they are sharded, or in the first ``call``, which comes
 last. With two GPUs they run there, by NCCL, and the first call prepares them wherever bundles have kernels for that.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
+import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +32,50 @@ GPU = torch.cuda.device_count() >= WORLD
 
 def run_ranks(store: Path, *when: str) -> None:
     """Run all ranks in processes of their own; an AssertionError has what they wrote if one fails."""
+    import warm
+
     paths = os.pathsep.join((str(HERE.parent), str(MODELS), os.environ.get("PYTHONPATH", "")))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE), str(rank), str(store), *when],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(WORLD)
-    ]
-    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * WORLD, "\n".join(errors)
+    done = warm.run([HERE, store, *when], env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
 
 
-def main(rank: int, file: str, *when: str) -> None:
-    """Compare sharded models with models that are not; an AssertionError says where they differ."""
+def all_ranks(file: str, *when: str) -> bool:
+    """Fork a process for each rank: all that they import is imported once. Returns whether all of them succeeded."""
+    import test_quantised as small_models
+    import transformers
     from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
     from transformers.integrations.moe import ExpertsInterface
 
     for interface in (ExpertsInterface, FP8ExpertsInterface):
         interface.register("pretuned", experts_forward)
+    small_models.pair(transformers)  # transformers imports the rest when it is used
+    ranks = {_fork(rank, file, *when) for rank in range(WORLD)}
+    good = True
+    while ranks:
+        rank, status = os.wait()
+        ranks.remove(rank)
+        if status:  # the other would wait for it
+            good = False
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+    return good
+
+
+def _fork(rank: int, file: str, *when: str) -> int:
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        main(rank, file, *when)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(code)  # all was compared: gloo's threads may abort a process that ends while the other still listens
+
+
+def main(rank: int, file: str, *when: str) -> None:
+    """Compare sharded models with models that are not; an AssertionError says where they differ."""
     if GPU:
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if GPU else "gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD)
@@ -149,5 +173,4 @@ def spread(tensor: torch.Tensor, mesh: Any, like: Any) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
-    os._exit(0)  # all was compared: gloo's threads may abort a process that ends while the other still listens
+    sys.exit(not all_ranks(*sys.argv[1:]))

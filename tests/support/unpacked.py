@@ -15,7 +15,7 @@ BUNDLES = Path(__file__).resolve().parents[2] / "artifacts" / "bundles"
 
 
 def kept(patch: pytest.MonkeyPatch) -> None:
-    """Have the candidates that ship unpacked once, and each variant's record read once: by the bytes, which say all."""
+    """Have the candidates that ship unpacked once, and each record read once: by the bytes, which say all."""
     unpack = packed.unpack
     unpacked_once = functools.lru_cache(maxsize=3)(lambda data, where, sm: tuple(unpack(data, where, sm)))
 
@@ -25,3 +25,4 @@ def kept(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(packed, "unpack", remembered)
     patch.setattr(format, "read_variant", functools.lru_cache(maxsize=8192)(format.read_variant))
+    patch.setattr(format, "read_choices", functools.lru_cache(maxsize=8192)(format.read_choices))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import misbehaving
 import pytest
-from building import alone
+from building import alone, take_row_kernels
 
 from pretuned.aot.build.build import build
 from pretuned.aot.build.options import BuildOptions, Observers
@@ -125,12 +125,14 @@ if __name__ == "__main__":  # the workers run this file, too
     from conftest import ODD, SMALL, _aligned, _fallbacks
     from pretuned.aot.build.build import build
     from pretuned.aot.build.options import BuildOptions
+    from pretuned.aot.compile.cache import CompileCache
     from pretuned.aot.models.load import load_models
     from pretuned.aot.plan.plan import plan
     from pretuned.aot.plan.families import Pool
     from pretuned.artifacts.records import Op
     models = [SMALL, ODD] if sys.argv[3] == "in order" else [ODD, SMALL]
-    options = BuildOptions(Path(sys.argv[1]), workers=int(sys.argv[2]), space=Pool(_aligned, _fallbacks))
+    cache = CompileCache(Path(sys.argv[6])) if sys.argv[6:] else None
+    options = BuildOptions(Path(sys.argv[1]), workers=int(sys.argv[2]), cache=cache, space=Pool(_aligned, _fallbacks))
     build(plan(load_models(models, (Op.FORWARD,)).shapes), [int(one) for one in sys.argv[5].split(",")], options)
     assert "torch" not in sys.modules, "the builder imported torch"
     assert "triton" not in sys.modules, "the builder itself imported triton"
@@ -138,11 +140,11 @@ if __name__ == "__main__":  # the workers run this file, too
 
 
 @pytest.mark.parametrize(
-    ("workers", "order", "zone", "seed", "user", "sms"),
+    ("workers", "order", "zone", "seed", "user", "sms", "row_kernels"),
     [
-        pytest.param(1, "in order", "UTC", 7, [], "80,90", marks=pytest.mark.nightly),
-        (3, "reversed", "Pacific/Apia", 8, ["unshare", "--map-user=12345", "--map-group=12345"], "90"),
-        pytest.param(8, "reversed", "UTC", 9, [], "90", marks=pytest.mark.nightly),
+        pytest.param(1, "in order", "UTC", 7, [], "80,90", True, marks=pytest.mark.nightly),
+        (3, "reversed", "Pacific/Apia", 8, ["unshare", "--map-user=12345", "--map-group=12345"], "90", False),
+        pytest.param(8, "reversed", "UTC", 9, [], "90", True, marks=pytest.mark.nightly),
     ],
 )
 def test_the_same_bytes_from_any_number_of_workers_place_zone_seed_and_user(
@@ -154,7 +156,9 @@ def test_the_same_bytes_from_any_number_of_workers_place_zone_seed_and_user(
     seed: int,
     user: list[str],
     sms: str,
+    row_kernels: bool,
 ) -> None:
+    """By day ``row_kernels`` are taken as they ship: tests/test_shipped.py compiles these."""
     script, home = tmp_path / "build.py", tmp_path / f"place-{seed}"
     script.write_text(_BUILD)
     home.mkdir()
@@ -165,8 +169,12 @@ def test_the_same_bytes_from_any_number_of_workers_place_zone_seed_and_user(
         "TZ": zone,
         "PYTHONHASHSEED": str(seed),
     }
+    words = [home / "out", str(workers), order, Path(__file__).parents[1], sms]
+    if not row_kernels:
+        take_row_kernels(home / "cache")
+        words.append(home / "cache")
     done = subprocess.run(
-        [*user, sys.executable, script, home / "out", str(workers), order, Path(__file__).parents[1], sms],
+        [*user, sys.executable, script, *words],
         env=environment,
         cwd=home,
         capture_output=True,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import faketimer
 import pytest
+from building import take_shipped
 
 from pretuned.aot.build.build import build, build_measured, compile_candidates
 from pretuned.aot.build.options import BuildOptions
@@ -107,6 +108,7 @@ def planned() -> BuildPlan:
 @pytest.fixture(scope="module")
 def candidates(tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, planned: BuildPlan) -> Path:
     path = tmp_path_factory.mktemp("gated") / "candidates.msgpack"
+    take_shipped(compiled_dir, specs(planned.problems, 90, SPACE), 90)  # test_it_compiles compiles such
     compile_candidates(planned, (90,), path, BuildOptions(path.parent, cache=CompileCache(compiled_dir), space=SPACE))
     return path
 

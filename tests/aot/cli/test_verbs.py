@@ -222,7 +222,8 @@ def _seen(*arguments, cwd):
 
 
 @pytest.mark.slow  # processes that build
-def test_no_bar_where_nothing_is_compiled(here):
+def test_no_bar_where_nothing_is_compiled(here, compiled_models):
+    fill(here / "cache" / "pretuned" / "compiled", compiled_models, lacking=2)
     asked = ("--models", "shape:E=8,H=256,I=128,k=2", "--sm", "80", "--ops", "forward")
     assert "compiling" not in _seen(*asked, cwd=here)
     assert "compiling" in _seen("--models", MODEL, "--sm", "80", "--out", "compiled", cwd=here)
@@ -393,16 +394,18 @@ def test_verify_with_a_pin(aot, here, small_bundle):
 
 
 @pytest.mark.slow  # processes that import torch
-def test_doctor(aot_process):
+def test_doctor(aot, aot_process):
     ended = aot_process("doctor", "--json", PRETUNED_BUNDLES="")
     report = json.loads(ended.out)
     assert ended.code == (0 if report["runtime"]["ok"] else 1)
     assert report["builder"]["triton"] == toolchain().triton
-    assert "compile cache" in aot_process("doctor").out
+    assert "compile cache" in aot("doctor").out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["pretuned.aot", "doctor"], ["pretuned.runtime"]])
+@pytest.mark.parametrize(
+    "words", [["pretuned.aot", "doctor"], pytest.param(["pretuned.runtime"], marks=pytest.mark.nightly)]
+)
 def test_doctor_without_numpy_warns_of_nothing(words: list[str], here):
     """torch warns where there is none, as after ``pip install pretuned[aot]`` alone; nothing here needs it."""
     code = (

@@ -13,7 +13,7 @@ from pretuned.kernels.spec import Spec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.SCATTER])
+@pytest.mark.parametrize("fusion", [pytest.param(Fusion.NONE, marks=pytest.mark.nightly), Fusion.SCATTER])
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, fusion: Fusion) -> None:
     spec = Spec(Op.FORWARD, DType.FP8_BLOCK, candidates(Op.FORWARD, DType.FP8_BLOCK, 90)[0], fusion=fusion)
     ptx = ptx_for_hopper(monkeypatch, spec, {"x": (0, 3), "w": (2, 0), "x_scale": (7, 0), "y_map": (9, 3)})

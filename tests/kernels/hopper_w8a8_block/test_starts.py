@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from compiled import assert_as_shipped
 
 from pretuned.aot.compile.triton import compile_variant
 from pretuned.aot.plan.families import starts_specs
@@ -69,9 +70,12 @@ def test_which_plans_have_it() -> None:
     assert starts_specs([PROBLEM], 100) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_cubin_is_as_declared_and_does_not_spill(spec: Spec) -> None:
-    variant = compile_variant(spec, 90).variant
+    compiled = compile_variant(spec, 90)
+    assert_as_shipped(spec, compiled)
+    variant = compiled.variant
     assert unlaunchable(variant) is None
     assert undeclared(variant, arch_of(90).limits) is None
     assert rejection(variant, arch_of(90)) is None

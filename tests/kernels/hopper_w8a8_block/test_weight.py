@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from compiled import keep_compiled
+from compiled import assert_as_shipped, keep_compiled
 from emulated_driver import EmulatedGpu, emulated
 
 from pretuned.aot.compile.triton import compile_variant
@@ -40,8 +40,9 @@ MEASURED = {
 @pytest.mark.slow
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = keep_compiled(monkeypatch)
-    variant = compile_variant(SPEC, 90).variant
-    ptx = kept[0].asm["ptx"]
+    compiled = compile_variant(SPEC, 90)
+    assert_as_shipped(SPEC, compiled)
+    variant, ptx = compiled.variant, kept[0].asm["ptx"]
     # 128 rows of an expert are four instructions, of the upper rows of a tile and of the lower, of each warpgroup.
     assert len(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3", ptx)) == 16
     assert ptx.count("wgmma.mma_async") == 16

@@ -37,7 +37,10 @@ def test_where_weights_come_from_registers(spec: Spec, sm: int, turned: bool) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.GATHER, Fusion.SCATTER])
+@pytest.mark.parametrize(
+    "fusion",
+    [Fusion.GATHER, *(pytest.param(fusion, marks=pytest.mark.nightly) for fusion in (Fusion.NONE, Fusion.SCATTER))],
+)
 def test_two_such_tiles_fit_an_sm(fusion: Fusion) -> None:
     variant = compile_variant(DX._replace(fusion=fusion), 90).variant
     assert rejection(variant, arch_of(90)) is None

@@ -193,13 +193,27 @@ CASES = (
 )
 
 
+def by_night(case: dict[str, object]) -> bool:
+    """The largest cases with another index, and one or five programs where all rows are used, one or none."""
+    M, wide, others = case["M"], case["wide"], case.get("others")
+    if case["pass"] == "place_rows":
+        return case["E"] == 512 and wide is not case["starts"]
+    if case["pass"] == "sort_slots":
+        return M == 2100 and wide is not others
+    if M == 200 and case["by_token"]:
+        return wide is (case["top_k"] == 8)
+    return M == 19 and case["programs"] != 2 and case["used"] not in (13, None)
+
+
 @pytest.fixture(scope="module")
 def results(asked: list[str]) -> dict[str, list[str]]:
     return dict(zip(asked, run([CASES[name] for name in asked]), strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if by_night(case) else ()) for name, case in CASES.items()]
+)
 def test_kernel_matches_the_equation(results: dict[str, list[str]], name: str) -> None:
     assert results[name] == []
 

@@ -46,10 +46,13 @@ def test_codes_and_scales() -> None:
     cases: list[dict[str, object]] = [
         COLUMNS,
         COLUMNS | {"shared": True, "C": 128, "wide": True},
-        COLUMNS | {"top_k": 2, "programs": 20},
-        COLUMNS | {"top_k": 3, "wide": True, "spare": 0},
+        COLUMNS | {"counts": [3, 0, 129], "top_k": 2, "programs": 20},
+        COLUMNS | {"top_k": 3, "C": 128, "wide": True, "spare": 0},
         COLUMNS | {"counts": [0, 0, 0], "spare": 4},
-        *(COLUMNS | {"counts": [127, -3, 1, 0, 255], "special": True, "shared": shared} for shared in (False, True)),
+        *(
+            COLUMNS | {"counts": [127, -3, 1, 0, 255], "C": 128, "special": True, "shared": shared}
+            for shared in (False, True)
+        ),
         COLUMNS | {"counts": [300], "spare": 0, "C": 128},
         *(COLUMNS | {"counts": [130, 3], "C": 640, "programs": n, "top_k": k} for n, k in ((3, 0), (1, 2))),
         GRADIENTS,

@@ -22,6 +22,7 @@ from small_bundles import H200, ON_A100, ON_H200, OTHER, PROBLEM, WIDE, bundle, 
 from pretuned.artifacts.codec import encode
 from pretuned.artifacts.packed import pack
 from pretuned.artifacts.records import Gpu, LocalGpu
+from pretuned.runtime import __main__ as command
 from pretuned.runtime.dispatch.places import candidates_name
 from pretuned.runtime.inspect.doctor import report
 from pretuned.runtime.settings import Settings
@@ -136,6 +137,14 @@ def test_a_damaged_bundle(tmp_path: Path) -> None:
     assert "can't be opened" in doctor_report.problems[0]
     assert doctor_report.bundles[0].why_not in str(doctor_report)
     assert "bad.msgpack" in doctor_report.bundles[0].why_not
+
+
+def test_a_bundle_that_is_cut_off_ends_the_command(clean_places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And so the build of an image: tests/test_dockerfile.py."""
+    path = write(clean_places / "sm90.msgpack", {PROBLEM: [modelled(64, WIDE)]})
+    path.write_bytes(path.read_bytes()[:-1])
+    assert command.main([]) == 1
+    assert "ok        no" in capsys.readouterr().out
 
 
 def test_a_damaged_bundle_for_another_gpu_is_reported_too(tmp_path: Path) -> None:
@@ -276,7 +285,9 @@ def test_a_reader_that_has_left(tmp_path: Path, arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize(
+    "unbuffered", ["", pytest.param("1", marks=pytest.mark.nightly)], ids=["buffered", "unbuffered"]
+)
 def test_an_output_that_is_full(unbuffered: str) -> None:
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
@@ -288,7 +299,7 @@ def test_an_output_that_is_full(unbuffered: str) -> None:
 INTEGRATIONS = "integrations", "runtime/integrations"  # a package's name, and its folder
 
 
-@pytest.mark.slow  # two processes that import torch
+@pytest.mark.slow  # two processes
 def test_a_clone_that_was_pulled_after_it_was_installed(tmp_path: Path) -> None:
     """The bundles that it holds compressed are read, not what an earlier commit's were unpacked to."""
     package = tmp_path / "site" / "pretuned"
@@ -309,8 +320,7 @@ def test_a_clone_that_was_pulled_after_it_was_installed(tmp_path: Path) -> None:
 
     def look() -> tuple[list[str], list[str], str]:
         environment = os.environ | {"PYTHONPATH": str(package.parent), "HOME": str(tmp_path), "PRETUNED_BUNDLES": ""}
-        command = [sys.executable, "-m", "pretuned.runtime", "--json"]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = warm.run(["-m", "pretuned.runtime", "--json"], env=environment, cwd=tmp_path)
         report = json.loads(done.stdout)
         paths = [Path(bundle["path"]) for bundle in report["bundles"] if bundle["place"].startswith(str(unpacked))]
         assert all(bundle["variants"] == 3 for bundle in report["bundles"])

@@ -148,8 +148,16 @@ def test_checkpointed_copied_and_in_a_trainer(peft: Any, checkpoints: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["layer", pytest.param("model", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("fp8", "layer"),
+        *(
+            pytest.param(kind, part, marks=pytest.mark.nightly)
+            for kind, part in (("fp8", "model"), ("mxfp4", "layer"), ("mxfp4", "model"))
+        ),
+    ],
+)
 def test_compiled_as_one_graph(peft: Any, checkpoints: dict[str, tiny_quantised.Pair], kind: str, part: str) -> None:
     model = adapted(peft, loaded(checkpoints[kind].quantised))
     wanted, grads = run(model)

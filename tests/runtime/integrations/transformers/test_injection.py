@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 from safetensors.torch import save_file
 from tiny_adapters import IDS, adapted, experts_of, fill, loaded, near, run
 from tiny_quantised import Pair
@@ -318,6 +317,5 @@ assert any("experts" in name for name in grads)
 def test_adapters_put_on_before_register(checkpoints: dict[str, Pair]) -> None:
     pair = checkpoints["fp8"]
     place = {"PYTHONPATH": str(Path(__file__).resolve().parents[3] / "support")}
-    command = [sys.executable, "-c", _ORDERS, pair.quantised, pair.twin]
-    done = subprocess.run(command, env=os.environ | place, capture_output=True, text=True)
+    done = warm.run(["-c", _ORDERS, pair.quantised, pair.twin], env=os.environ | place)
     assert done.returncode == 0, done.stderr[-3000:]
