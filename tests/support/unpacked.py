@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from pretuned.artifacts import format, packed
+from pretuned.artifacts import bundle_file, format, packed
 
 BUNDLES = Path(__file__).resolve().parents[2] / "artifacts" / "bundles"
+_MOST = 3  # unpacked bundles, of up to 51 MB each
 
 
 def kept(patch: pytest.MonkeyPatch) -> None:
     """Have the candidates that ship unpacked once, and each variant's record read once: by the bytes, which say all."""
-    unpack = packed.unpack
-    unpacked_once = functools.lru_cache(maxsize=3)(lambda data, where, sm: tuple(unpack(data, where, sm)))
+    in_memory = bundle_file._open_pieces
+    unpacked: dict[str, bundle_file._Descriptor] = {}
 
-    def remembered(data: bytes, where: str, sm: int | None = None) -> Iterator[bytes]:
-        ships = os.path.realpath(os.path.dirname(packed.split(where)[0])) == str(BUNDLES)  # noqa: PTH120 - plain text
-        yield from unpacked_once(data, where, sm) if ships else unpack(data, where, sm)
+    def remembered(pieces: Iterable[bytes], where: str) -> bundle_file.BundleFile:
+        if os.path.realpath(os.path.dirname(packed.split(where)[0])) != str(BUNDLES):  # noqa: PTH120 - plain text
+            return in_memory(pieces, where)
+        name = os.path.basename(where)  # noqa: PTH119
+        if name not in unpacked:
+            held = in_memory(pieces, where)._held
+            assert held is not None
+            unpacked[name] = held
+            if len(unpacked) > _MOST:
+                del unpacked[next(iter(unpacked))]
+        return bundle_file.BundleFile(bundle_file._Descriptor(os.dup(unpacked[name].fd)), where, None)
 
-    patch.setattr(packed, "unpack", remembered)
+    patch.setattr(bundle_file, "_open_pieces", remembered)
     patch.setattr(format, "read_variant", functools.lru_cache(maxsize=8192)(format.read_variant))
