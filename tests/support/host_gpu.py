@@ -96,7 +96,12 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def publish_alone(folder: Path, bundle: Bundle) -> None:
     """Put a bundle into the process's folder of bundles, and have the process look again."""
-    publish(folder / "emulated.msgpack", encode(bundle))
+    publish_bytes_alone(folder, encode(bundle))
+
+
+def publish_bytes_alone(folder: Path, bundle: bytes) -> None:
+    """Put an encoded bundle into the process's folder of bundles, and have the process look again."""
+    publish(folder / "emulated.msgpack", bundle)
     reload()
 
 
