@@ -232,6 +232,11 @@ def counts_at(address: int, E: int, step: int) -> list[int]:
     return [max(size, 0) for size in at(address, E, ctypes.c_int32 if step == 1 else ctypes.c_int64).tolist()]
 
 
+def _each_times(rows: list[Any], matrix: Any) -> Any:
+    """The product of each row by itself: of several rows a BLAS may sum in another order, by their number."""
+    return np.stack([row @ matrix for row in rows]) if rows else np.zeros((0, matrix.shape[1]), np.float32)
+
+
 def compute_rows(code: Code, words: Mapping[str, int], sizes: Mapping[str, tuple[int, ...]]) -> None:
     """y of a product of rows: kernels/portable_plain/rows.py. Past a descriptor's sizes zeros are read."""
     memory, spec = Memory(code.dtype), Spec(code.op, code.dtype, Config.from_pairs(code.config), code.layout)  # type: ignore[arg-type]
@@ -259,12 +264,12 @@ def compute_rows(code: Code, words: Mapping[str, int], sizes: Mapping[str, tuple
             rows = memory.rows(at_w, *there, words["stride_w_row"])
             matrix[: there[not kn], : there[kn]] = rows if kn else rows.T
             lines = [memory.read(x + size * int(i) * words["stride_x_m"], K) for i in source]
-            values = (np.stack(lines) if lines else np.zeros((0, K), np.float32)) @ matrix
+            values = _each_times(lines, matrix)
             if low:
                 second = memory.read(words["low_w"] + size * g * N * R, N * R)
                 second = second.reshape(R, N) if kn else second.reshape(N, R).T
                 narrow = [memory.read(words["low_x"] + size * int(i) * R, R) for i in sorted_rows]
-                values = values + (np.stack(narrow) if narrow else np.zeros((0, R), np.float32)) @ second
+                values = values + _each_times(narrow, second)
             if Fusion.BIAS in flags:
                 values = values + memory.read(words["bias"] + size * g * N, N)
             if Fusion.WEIGHT in flags:
