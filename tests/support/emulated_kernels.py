@@ -233,8 +233,10 @@ def counts_at(address: int, E: int, step: int) -> list[int]:
 
 
 def _each_times(rows: list[Any], matrix: Any) -> Any:
-    """The product of each row by itself: of several rows a BLAS may sum in another order, by their number."""
-    return np.stack([row @ matrix for row in rows]) if rows else np.zeros((0, matrix.shape[1]), np.float32)
+    """Each row's product by itself, in float64: of several rows a BLAS may sum in another order, by their number."""
+    wide = matrix.astype(np.float64)
+    products = [(row.astype(np.float64) @ wide).astype(np.float32) for row in rows]
+    return np.stack(products) if rows else np.zeros((0, matrix.shape[1]), np.float32)
 
 
 def compute_rows(code: Code, words: Mapping[str, int], sizes: Mapping[str, tuple[int, ...]]) -> None:
