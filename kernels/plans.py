@@ -279,7 +279,7 @@ def with_plans(bundle: Bundle) -> Bundle:
     for problem, row in bundle.choices.items():
         ways = _possible_ways(kernels, problem)
         choices[problem] = tuple(
-            choice._replace(plan=_plan_of(Cell.of(kernels, problem, choice, sm), ways)) for choice in row
+            choice._replace(plan=_plan_of(_BundleCell.of(kernels, problem, choice, sm), ways)) for choice in row
         )
     return bundle._replace(choices=choices)
 
@@ -398,11 +398,26 @@ def _runs(variant: Variant, problem: Problem) -> bool:
     return not (registry.refusal(spec) or registry.beyond(problem, config))
 
 
+class _BundleCell(Cell):
+    """A cell whose rivals are looked up once: a plan asks for them for each top_k."""
+
+    __slots__ = ()
+
+    def rival(self, problem: Problem) -> Choice | str:
+        rivals: dict[tuple[Problem, int, int | None], Choice | str] = self.kernels.rivals  # type: ignore[attr-defined]
+        key = problem, self.choice.bucket, self.choice.gpu
+        rival = rivals.get(key)
+        if rival is None:
+            rival = rivals[key] = super().rival(problem)
+        return rival
+
+
 class _BundleKernels:
     """``Kernels`` of a bundle in memory."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.gpus = bundle.gpus
+        self.rivals: dict[tuple[Problem, int, int | None], Choice | str] = {}
         self._bundle = bundle
         self._choices: dict[Problem, Sequence[Choice]] = {}
         self._kinds: dict[tuple[object, ...], list[tuple[int, Variant]]] = {}
