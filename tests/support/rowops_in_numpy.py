@@ -44,7 +44,9 @@ class Elements(Protocol):
 def at(address: int, count: int, kind: Any = ctypes.c_float) -> Any:
     """An array in memory."""
     assert address or not count, "a kernel reads at a null pointer"
-    return np.ctypeslib.as_array((kind * count).from_address(address))
+    if not count:
+        return np.empty(0, kind)
+    return np.frombuffer((ctypes.c_uint8 * (count * ctypes.sizeof(kind))).from_address(address), np.dtype(kind))
 
 
 _COMPUTED: dict[tuple[Any, ...], Any] = {}
@@ -254,7 +256,7 @@ def order_codes(of: Elements, grid: int, block: int, pointers: Sequence[int], nu
 
 def gather(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
     (x, index, used, out), (M, H, top_k, step, flags) = pointers, numbers
-    end, size = _used(used, M, flags), of.size
+    end = _used(used, M, flags)
     flat = indices(index, M, step)
     looks = -(-M // rowops.NOTED_ROWS)
     if flags & rowops.NOTES:  # (top_k is the number of slots)
@@ -270,8 +272,8 @@ def gather(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers
         assert set(noted[flat[:end]]) <= set(range(end))
     else:
         assert 0 < grid <= M
-    for i in range(end):
-        of.store(out + size * i * H, of.read(x + size * (int(flat[i]) // top_k) * H, H))
+    source = flat[:end] // top_k
+    of.store(out, of.read(x, (int(source.max(initial=-1)) + 1) * H).reshape(-1, H)[source])
 
 
 def combine(of: Elements, grid: int, block: int, pointers: Sequence[int], numbers: Sequence[int]) -> None:
