@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,16 @@ def _aligned(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
 
 def _fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
     return (Config(16, 32, 32, 4, 2),)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unpacked_once() -> Iterator[None]:
+    """The candidates that ship are unpacked once: each plan or build of a test would do it again."""
+    from unpacked import kept
+
+    with pytest.MonkeyPatch.context() as patch:
+        kept(patch)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -115,7 +115,7 @@ def verdict(
 
 
 def _forked(words: list[str]) -> str:
-    """What ``READ`` prints in a fork of this process, which has imported everything already."""
+    """Return the output of ``READ`` in a fork of this process, which has imported everything already."""
     read, write = os.pipe()
     child = os.fork()
     if not child:

@@ -261,7 +261,7 @@ def replays(noted: Callable[[Replay], None]) -> Iterator[None]:
     def noted_plain(make: Callable[..., Any]) -> Callable[..., Any]:
         """Note calls of a plain plan's function, which does what its program does, or returns None."""
 
-        def made(plan: PlainPlan, *how: Any) -> Callable[..., Any]:
+        def wrapped(plan: PlainPlan, *how: Any) -> Callable[..., Any]:
             again = make(plan, *how)
 
             def noted_again(M: int, *operands: Any) -> Any:
@@ -272,7 +272,7 @@ def replays(noted: Callable[[Replay], None]) -> Iterator[None]:
 
             return noted_again
 
-        return made
+        return wrapped
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "Program", Noted)
