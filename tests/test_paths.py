@@ -153,7 +153,7 @@ def in_page(file: str, text: str) -> Iterator[Named]:
 
 
 def in_module(file: str, source: str) -> Iterator[Named]:
-    """What a module's comments and docstrings name. They are found only if something in the source does not exist."""
+    """Yield what comments and docstrings name; if all that the source names exists, yield that: it is found faster."""
     everywhere = [*paths(file, 1, source), *cited(file, 1, source)]
     if all(named.exists for named in everywhere):
         yield from everywhere

@@ -164,7 +164,7 @@ def _eight_bits() -> tuple[_Move, _Move]:
     """Return ``CodeOrder.prepared`` and ``CodeOrder.stored`` for codes of eight bits: a block's bytes change places."""
     row, byte = torch.arange(BLOCK, device="cpu")[:, None], torch.arange(BLOCK, device="cpu")
     words = (byte // 16 ^ row // 2 % 4) * 16 + byte % 16  # byte i of row R holds byte words[R, i] of K_ORDER
-    source = (row * BLOCK + torch.tensor(K_ORDER, device="cpu")[words]).flatten()
+    source = (row * BLOCK + torch.tensor(K_ORDER, dtype=torch.int64, device="cpu")[words]).flatten()
     target = source.argsort()
 
     def moved(blocks: torch.Tensor, of: torch.Tensor) -> torch.Tensor:

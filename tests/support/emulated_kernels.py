@@ -248,11 +248,12 @@ def counts_at(address: int, E: int, step: int) -> list[int]:
     return [max(size, 0) for size in at(address, E, ctypes.c_int32 if step == 1 else ctypes.c_int64).tolist()]
 
 
-def _each_times(rows: Any, matrix: Any) -> Any:
-    """Each row's product by itself, in float64: of several rows a BLAS may sum in another order, by their number."""
-    wide = matrix.astype(np.float64)
-    products = [row @ wide for row in rows.astype(np.float64)]
-    return np.stack(products).astype(np.float32) if products else np.zeros((0, matrix.shape[1]), np.float32)
+def _product(rows: Any, matrix: Any) -> Any:
+    """Rows by a matrix, summed in float64 and rounded once.
+
+    A BLAS may sum in another order for another number of rows: of float64 sums that hardly ever changes the result.
+    """
+    return (rows.astype(np.float64) @ matrix.astype(np.float64)).astype(np.float32)
 
 
 def compute_rows(code: Code, words: Mapping[str, int], sizes: Mapping[str, tuple[int, ...]]) -> None:
@@ -281,11 +282,11 @@ def compute_rows(code: Code, words: Mapping[str, int], sizes: Mapping[str, tuple
             matrix = np.zeros((K, N), np.float32)
             rows = memory.rows(at_w, *there, words["stride_w_row"])
             matrix[: there[not kn], : there[kn]] = rows if kn else rows.T
-            values = _each_times(memory.picked(x, source, K, words["stride_x_m"]), matrix)
+            values = _product(memory.picked(x, source, K, words["stride_x_m"]), matrix)
             if low:
                 second = memory.read(words["low_w"] + size * g * N * R, N * R)
                 second = second.reshape(R, N) if kn else second.reshape(N, R).T
-                values = values + _each_times(memory.picked(words["low_x"], sorted_rows, R, R), second)
+                values = values + _product(memory.picked(words["low_x"], sorted_rows, R, R), second)
             if Fusion.BIAS in flags:
                 values = values + memory.read(words["bias"] + size * g * N, N)
             if Fusion.WEIGHT in flags:
