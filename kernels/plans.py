@@ -31,7 +31,7 @@ Quantised x
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from ..artifacts.records import Bundle, Choice, Fusion, Gpu, Op, PlanRow, Problem, Source, Variant, Way, same_gpu
@@ -242,64 +242,104 @@ def quantised_is_faster(
     Returns (whether quantising is faster, the reason). ``top_k`` is 0 if no rows are gathered.
     """
     row_kernels = takes_codes_of_x(problem.dtype, problem.layout)
-    own_us = quantise_us(M, problem.K, top_k, chip) if row_kernels else 0.0
-    rows_us = gather_us(M, problem.K, 2, top_k, chip) if top_k and row_kernels else 0.0
-    if own_us is None or rows_us is None:
+    times_us = _row_kernels_us(row_kernels, M, problem.K, top_k, chip)
+    if times_us is None:
         return False, "x stays bf16: the bandwidth of this GPU is not known"
+    own_us, rows_us = times_us
     also = f" and the gather {rows_us:.1f} us" if rows_us else ""
     times = f"{coded_us:.1f} us {source.value}"
     times += f" and the row kernel {own_us:.1f} us, with bf16 x " if row_kernels else ", with bf16 x "
     times += f"{plain_us:.1f} us{also}"
-    margin = MARGIN if source is Source.MODELLED else 1.0
-    if (coded_us + own_us) * margin >= plain_us + rows_us:
+    if not _quantising_pays(times_us, coded_us, plain_us, source):
         return False, f"quantising x is not faster: {times}"
     return True, f"quantising x is faster at M near {M}: the GEMM {times}"
+
+
+def _row_kernels_us(needed: bool, M: int, K: int, top_k: int, chip: Chip | None) -> tuple[float, float] | None:
+    """Estimate the times in us of quantising x and of gathering bf16 x; 0 for a row kernel that is not needed.
+
+    None if the GPU is unknown.
+    """
+    if not needed:
+        return 0.0, 0.0
+    own_us = quantise_us(M, K, top_k, chip)
+    rows_us = gather_us(M, K, 2, top_k, chip) if top_k else 0.0
+    return None if own_us is None or rows_us is None else (own_us, rows_us)
+
+
+def _quantising_pays(row_kernels_us: tuple[float, float], coded_us: float, plain_us: float, source: Source) -> bool:
+    own_us, rows_us = row_kernels_us
+    return (coded_us + own_us) * (MARGIN if source is Source.MODELLED else 1.0) < plain_us + rows_us
 
 
 def with_plans(bundle: Bundle) -> Bundle:
     """Return the bundle with new plans for all of its choices, from its own times."""
     kernels, sm = _BundleKernels(bundle), bundle.target.sm
-    choices = {
-        problem: tuple(choice._replace(plan=plan_of(Cell.of(kernels, problem, choice, sm))) for choice in row)
-        for problem, row in bundle.choices.items()
-    }
+    choices: dict[Problem, tuple[Choice, ...]] = {}
+    for problem, row in bundle.choices.items():
+        ways = _possible_ways(kernels, problem)
+        choices[problem] = tuple(
+            choice._replace(plan=_plan_of(_BundleCell.of(kernels, problem, choice, sm), ways)) for choice in row
+        )
     return bundle._replace(choices=choices)
 
 
-def plan_of(cell: Cell) -> tuple[PlanRow, ...]:
+def _possible_ways(kernels: Kernels, problem: Problem) -> tuple[Way, ...]:
+    """Return the ways to run a problem of which the bundle has choices, in the order of the format."""
+    return tuple(way for way in Way if any(map(kernels.find, _rivals(way, problem))))
+
+
+def _plan_of(cell: Cell, ways: Iterable[Way]) -> tuple[PlanRow, ...]:
     """Return the rows of a cell's plan, in the order of the format."""
-    return tuple(row for way in Way for row in _rows(cell, way))
+    return tuple(row for way in ways for row in _rows(cell, way))
 
 
 def _rows(cell: Cell, way: Way) -> Iterator[PlanRow]:
     """Yield the plan rows of a ``Way`` to run the cell: for all calls, then for calls with a check if they differ."""
-    problem = cell.problem
-    if not any(cell.kernels.find(rival) for rival in _rivals(way, problem)):
+    if way is Way.QUANTISED_X:
+        yield from (PlanRow(way, False, *step) for step in _quantised_x_steps(cell))
         return
+    problem = cell.problem
     gathers = Fusion.GATHER in problem.fusion
     rules: dict[Way, Callable[[int, bool], Ruling]] = {
         Way.ROWS_FIRST: lambda top_k, checks: rows_first(cell, top_k, checks=checks),
         Way.ROWS_FIRST_BY_INDEX: lambda top_k, checks: rows_first(cell, top_k, checks=checks, by_index=True),
         Way.FUSED_SILU: lambda top_k, checks: fused_silu(cell, top_k, checks=checks),
-        Way.QUANTISED_X: lambda top_k, _: quantised_x(cell, top_k),
     }
     rule = rules[way]
     most = max(problem.E, _LEAST_TOP_KS)
-    if way is Way.QUANTISED_X:
-        dtype = problem.dtype.with_x_quantised
-        steps = dtype is not None and takes_codes_of_x(dtype, problem.layout)
-    else:  # with these two top_k a row kernel takes the least time: if it does not pay then, it never does
+    # With these two top_k a row kernel takes the least time: if it does not pay then, it never does.
+    if way is Way.FUSED_SILU:
         steps = gathers and any(rule(top_k, False).reason != rule(0, False).reason for top_k in (1, most))
-        if way is not Way.FUSED_SILU:
-            steps = any(rule(top_k, False).variant is not None for top_k in (1, most))
+    else:
+        steps = any(rule(top_k, False).variant is not None for top_k in (1, most))
     top_ks = range(most + 1 if steps else 1)
     always = [*_steps(top_ks, lambda top_k: rule(top_k, False).variant)]
     yield from (PlanRow(way, False, *step) for step in always)
-    if not steps or way is Way.QUANTISED_X:
+    if not steps:
         return
     checked = [*_steps(top_ks, lambda top_k: rule(top_k, True).variant)]
     if checked != always:
         yield from (PlanRow(way, True, *step) for step in checked or [(0, None)])
+
+
+def _quantised_x_steps(cell: Cell) -> Iterator[tuple[int, int | None]]:
+    """Yield the ``_steps`` of ``quantised_x``."""
+    dtype = cell.problem.dtype.with_x_quantised
+    assert dtype is not None
+    coded = cell.problem._replace(dtype=dtype)
+    rival = cell.rival(coded)
+    if isinstance(rival, str):
+        return
+    index, coded_us, plain_us, chip = rival.variant, rival.time_ns / 1e3, cell.time_us, cell.chip
+    M, K, source = cell.choice.bucket, coded.K, cell.choice.source
+    row_kernels = takes_codes_of_x(dtype, coded.layout)
+
+    def variant(top_k: int) -> int | None:
+        times_us = _row_kernels_us(row_kernels, M, K, top_k, chip)
+        return index if times_us is not None and _quantising_pays(times_us, coded_us, plain_us, source) else None
+
+    yield from _steps(range(max(cell.problem.E, _LEAST_TOP_KS) + 1 if row_kernels else 1), variant)
 
 
 def _rivals(way: Way, problem: Problem) -> tuple[Problem, ...]:
@@ -358,11 +398,26 @@ def _runs(variant: Variant, problem: Problem) -> bool:
     return not (registry.refusal(spec) or registry.beyond(problem, config))
 
 
+class _BundleCell(Cell):
+    """A cell whose rivals are looked up once: a plan asks for them for each top_k."""
+
+    __slots__ = ()
+
+    def rival(self, problem: Problem) -> Choice | str:
+        rivals: dict[tuple[Problem, int, int | None], Choice | str] = self.kernels.rivals  # type: ignore[attr-defined]
+        key = problem, self.choice.bucket, self.choice.gpu
+        rival = rivals.get(key)
+        if rival is None:
+            rival = rivals[key] = super().rival(problem)
+        return rival
+
+
 class _BundleKernels:
     """``Kernels`` of a bundle in memory."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.gpus = bundle.gpus
+        self.rivals: dict[tuple[Problem, int, int | None], Choice | str] = {}
         self._bundle = bundle
         self._choices: dict[Problem, Sequence[Choice]] = {}
         self._kinds: dict[tuple[object, ...], list[tuple[int, Variant]]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import torch
 
 gc.disable()  # until all tests are collected
 ROOT = Path(__file__).resolve().parents[1]
+_ALL_SLOW = re.compile(r"^pytestmark = .*\bmark\.(slow|nightly)\b", re.MULTILINE)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's own background job: processes of tests would have it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("COLUMNS", None)  # a worker of xdist is told its terminal's: output is then as wide as that
@@ -113,17 +115,21 @@ def process_as_before() -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without a GPU, tests/gpu is collected only if an argument names it or a file in it."""
-    if collection_path != ROOT / "tests" / "gpu" or asks_for_gpu_tests(config):
+    """Leave out tests/gpu without a GPU, and with -m "not slow" files whose tests are all slow.
+
+    They are collected if an argument names them, or a file in tests/gpu. Rewriting a file's assertions takes 50 ms.
+    """
+    if collection_path == ROOT / "tests" / "gpu":
+        return None if torch.cuda.is_available() or asks_for(config, collection_path) else True
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
-    return None if torch.cuda.is_available() else True
+    return True if _ALL_SLOW.search(collection_path.read_text()) and not asks_for(config, collection_path) else None
 
 
-def asks_for_gpu_tests(config: pytest.Config) -> bool:
-    """Return True if an argument is tests/gpu or a path in it."""
-    folder = ROOT / "tests" / "gpu"
+def asks_for(config: pytest.Config, path: Path) -> bool:
+    """Return True if an argument is this path or one in it."""
     named = [Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args]
-    return any(folder in (path, *path.parents) for path in named)
+    return any(path in (name, *name.parents) for name in named)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m

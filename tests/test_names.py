@@ -16,6 +16,16 @@ OPENING = re.compile(r"(The same|That of|Those of|What|Who|As|Whether)\b")
 SUSPECT = re.compile(
     rf"\b({'|'.join(sorted(NO_NOUNS))})\b\s*(=|,|:|\)|\(| in\b|$)|\"\"\"{OPENING.pattern}", re.MULTILINE
 )
+# Docstrings, except those with such an opening; comments without quotes, as "#" may be in a string; an import.
+PROSE = re.compile(
+    rf"\"\"\"(?!{OPENING.pattern}).*?\"\"\"|(^ *|  )# [^\"'\n]*$|^from hypothesis import given\b",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def is_suspect(source: str) -> bool:
+    """Return False if a module certainly has no fault: parsing takes long."""
+    return SUSPECT.search(source if source.count('"""') % 2 else PROSE.sub("", source)) is not None
 
 
 def sources() -> list[str]:
@@ -57,7 +67,7 @@ def test_names_are_nouns_and_docstrings_begin_with_a_verb_or_a_noun() -> None:
     faults = []
     for file in sources():
         source = (ROOT / file).read_text(encoding="utf-8")
-        if not SUSPECT.search(source):  # parsing takes long
+        if not is_suspect(source):
             continue
         kernel = file.startswith("kernels/") and re.search(r"^(import|from) triton", source, re.MULTILINE) is not None
         faults += complaints(file, source, kernel=kernel)
@@ -77,7 +87,7 @@ def test_names_are_nouns_and_docstrings_begin_with_a_verb_or_a_noun() -> None:
     ],
 )
 def test_a_fault_is_reported_with_its_line(source: str, what: str) -> None:
-    assert SUSPECT.search(source)
+    assert is_suspect(source)
     assert complaints("a.py", source) == [f"a.py:{what}"]
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import lzma
 import os
 import re
 import runpy
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,11 +198,10 @@ def test_the_readmes_speed_is_that_of_the_results() -> None:
     assert [(h200, h100) for _, h200, h100, _ in rows[1:] if h200 != "---"] == wanted
 
 
-def in_benchmarks(module: str, code: str) -> str:
-    """Return the output of code that has a module of benchmarks as ``tool``."""
-    program = f"import runpy; runpy.run_path({str(ROOT / 'benchmarks' / 'run.py')!r})['package']()\n"
-    program += f"import benchmarks.{module} as tool\n{code}"
-    return subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True).stdout
+def tool(module: str) -> Any:
+    """A module of benchmarks."""
+    runpy.run_path(str(ROOT / "benchmarks" / "run.py"))["package"]()
+    return importlib.import_module(f"benchmarks.{module}")
 
 
 def test_the_readmes_bullets_are_those_of_the_results() -> None:
@@ -212,8 +210,8 @@ def test_the_readmes_bullets_are_those_of_the_results() -> None:
     results = ROOT / "benchmarks" / "results"
     cold = sorted(results.glob("cold-start-*.json"))
     if cold:
-        code = f"import json, sys; sys.stdout.write(tool.bullet(json.load(open({str(cold[0])!r}))))"
-        assert " ".join(in_benchmarks("start.cold_start", code).split()) in text
+        bullet = tool("start.cold_start").bullet(json.loads(cold[0].read_text(encoding="utf-8")))
+        assert " ".join(bullet.split()) in text
     else:
         first = json.loads(lzma.decompress((results / "first-result-h100.json.xz").read_bytes()))
         parts = first["installed"]["2e4f14a2"]

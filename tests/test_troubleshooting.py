@@ -58,11 +58,10 @@ def missing(page: str, source: str, where: str) -> list[str]:
 def test_every_warning_stands_on_the_page():
     page = (ROOT / PAGE).read_text(encoding="utf-8")
     files = [*(ROOT / "runtime").rglob("*.py"), *(ROOT / "artifacts").rglob("*.py")]
-    complaints = [
-        complaint for path in files for complaint in missing(page, path.read_text(encoding="utf-8"), str(path))
-    ]
-    assert complaints == []
-    warned = [form for path in files for _, form in warnings(path.read_text(encoding="utf-8"))]
+    sources = {str(path): path.read_text(encoding="utf-8") for path in files}
+    sources = {path: source for path, source in sources.items() if re.search(r"\b_(log|tell)\b", source)}
+    assert [complaint for path, source in sources.items() for complaint in missing(page, source, path)] == []
+    warned = [form for source in sources.values() for _, form in warnings(source)]
     assert len(warned) > 20
     assert "bundles run on linux x86_64 and aarch64, this is" in page  # whose text is a variable
 

@@ -12,7 +12,6 @@ import click
 from ...artifacts.errors import HostError
 from ...artifacts.records import DType, Fusion, Layout, LocalGpu, Op, Problem
 from ...kernels.registry import has_code
-from ...runtime.inspect.explain import explain_on
 from ...runtime.inspect.explanation import Explanation
 from ...runtime.inspect.query import suits
 from ..models.layer import LayerGemm, LayerShard
@@ -52,6 +51,8 @@ def explained(shards: Iterable[LayerShard], tokens: Sequence[int], local: LocalG
 
     GEMM 1 of a forward gathers its rows, and has silu in its epilogue if there is code for that, as in ``moe_mlp``.
     """
+    from ...runtime.inspect.explain import explain_on  # imports torch, which takes seconds: aot --help needs none
+
     for shard in shapes_on(shards, (local.sm,)):
         for dtype in shard.dtypes:
             planned = set(problems_of(shard, dtype))

@@ -240,9 +240,7 @@ def in_place(
     bucket, by_index = bucket_of(M), problem._replace(fusion=Fusion.SCATTER)
     while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
-            candidates: list[Candidate] = []
-            for view in (snapshot.view(local, installed=True), snapshot.reserve(local)):
-                candidates = candidates or modelled(snapshot, problem, bucket, local, view, aligned=True, most=1)
+            candidates = _fastest_modelled(snapshot, problem, bucket, local)
             ran = settle(snapshot, by_index, bucket, local, aligned=True, strict=False)
             if not candidates or isinstance(ran, Miss):
                 return next(iter(candidates), None)
@@ -261,11 +259,13 @@ def dW_of_codes(snapshot: Snapshot, problem: Problem, M: int, local: LocalGpu) -
     """
     while True:  # again if ``Rejected`` has dropped a bundle
         with contextlib.suppress(Rejected):
-            for view in (snapshot.view(local, installed=True), snapshot.reserve(local)):
-                candidates = modelled(snapshot, problem, bucket_of(M), local, view, aligned=True, most=1)
-                if candidates:
-                    return candidates[0]
-            return None
+            return next(iter(_fastest_modelled(snapshot, problem, bucket_of(M), local)), None)
+
+
+def _fastest_modelled(snapshot: Snapshot, problem: Problem, bucket: int, local: LocalGpu) -> list[Candidate]:
+    """The cost model's first variant in the bundles; if they have none, in the shipped candidates, unpacked then."""
+    candidates = modelled(snapshot, problem, bucket, local, snapshot.view(local, installed=True), aligned=True, most=1)
+    return candidates or modelled(snapshot, problem, bucket, local, snapshot.reserve(local), aligned=True, most=1)
 
 
 def whole_columns(problem: Problem) -> int:

@@ -9,10 +9,10 @@ each the 16 bytes (8 of codes of 4 bits) that one thread of a tensor core's oper
 
     int32 [R, c, W]     W = 2 words of codes of 4 bits, s = 2 word + (0 or 1); W = 4 of 8 bits, s = word
 
-with the codes of p = 0 in the low half of a word and those of p = 1 in the high one. Where in its half each code's bits
-lie says ``_PLACES``: most become bf16 by an instruction or two. Scales lie by the same blocks: [R, groups of 64 of K].
-Zero points lie as scales do, int8, less 8: a portable kernel reads codes of int4 less 8, too, and no checkpoint has
-zero points of this type.
+with the codes of p = 0 in the low half of a word and those of p = 1 in the high one. ``_PLACES`` has the places of a
+half's codes of 4 bits: most become bf16 by an instruction or two. Of 8 bits, h = 1 is the low byte of a half. Scales
+lie by the same blocks: [R, groups of 64 of K]. Zero points lie as scales do, int8, less 8: a portable kernel reads
+codes of int4 less 8, too, and no checkpoint has zero points of this type.
 
 Order 2, of codes of 8 bits, is the same with a row's 16 bytes exchanged: those of c lie where c ^ R / 2 % 4 would. So a
 block is also an operand of the tensor core in shared memory as TMA's swizzle of 64 bytes would have laid it, for a
@@ -45,7 +45,6 @@ _PLACES: dict[str, _Places] = {
         ((8, 11), (4, 11), (3, 10)),  # sign at 14, then 13, then 11 and 10
     ),
     "int4": tuple(((15, 4 * i),) for i in range(4)),
-    "e4m3": (((0xFF, 8),), ((0xFF, 0),)),  # whole, as the tensor core reads them
 }
 # Largest e8m0 codes of scales: kernels multiply scales by 2^126 or 2^120 in bf16, as their codes are too small by this.
 _MOST_E8M0 = {"e2m1": 128, "e4m3": 134}
@@ -131,43 +130,57 @@ def _in_shape_of(part: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     return memory.flatten(1).view(torch.uint8).view(part.dtype).view(memory.shape[0], *part.shape[1:])
 
 
-def _codes(name: str) -> tuple[_Move, _Move]:
-    """Return ``CodeOrder.prepared`` and ``CodeOrder.stored`` for codes of this name."""
+def _four_bits(name: str) -> tuple[_Move, _Move]:
+    """Return ``CodeOrder.prepared`` and ``CodeOrder.stored`` for codes of four bits of this name."""
     places = _PLACES[name]
     per_half = len(places)
-    four = name != "e4m3"
-    dtype = torch.uint8 if four else torch.float8_e4m3fn
-    # s = (word, first of a code's numbers in a half), h the second; of e4m3 a word has one s.
-    words, inner = (2, per_half) if four else (4, per_half)
-    row = torch.arange(BLOCK, device="cpu")[:, None]
-    exchanged = torch.arange(4, device="cpu") ^ row // 2 % 4  # [R, c], its own inverse
+    words = 2  # s = (word, first of a code's numbers in a half), h the second
 
     def prepared(codes: torch.Tensor) -> torch.Tensor:
-        flat = unpack(codes) if four else codes.view(torch.uint8)
+        flat = unpack(codes)
         rows, K = flat.shape
-        split = flat.reshape(rows // BLOCK, BLOCK, K // BLOCK, words, inner, 4, 2).permute(0, 2, 1, 5, 3, 6, 4)
+        split = flat.reshape(rows // BLOCK, BLOCK, K // BLOCK, words, per_half, 4, 2).permute(0, 2, 1, 5, 3, 6, 4)
         halves = torch.zeros(split.shape[:-1], dtype=torch.int32, device=codes.device)
         for i, parts in enumerate(places):
             code = split[..., i].to(torch.int32)
             for mask, shift in parts:
                 halves |= (code & mask) << shift
-        if not four:
-            halves = halves[:, :, row, exchanged]
         return halves.to(torch.int16).contiguous().view(torch.int32).squeeze(-1)
 
     def stored(blocks: torch.Tensor) -> torch.Tensor:
         rows, K = blocks.shape[0] * BLOCK, blocks.shape[1] * BLOCK
-        halves = blocks.contiguous().unsqueeze(-1).view(torch.int16)
-        if not four:
-            halves = halves[:, :, row, exchanged]
-        wide = halves.to(torch.int32)
+        wide = blocks.contiguous().unsqueeze(-1).view(torch.int16).to(torch.int32)
         numbers = torch.zeros((*wide.shape, per_half), dtype=torch.uint8, device=blocks.device)
         for i, parts in enumerate(places):
             for mask, shift in parts:
                 numbers[..., i] |= ((wide >> shift) & mask).to(torch.uint8)
         # [nb, kb, row, c, word, p, i] -> [nb, row, kb, word, i, c, p]
-        flat = numbers.permute(0, 2, 1, 4, 6, 3, 5).reshape(rows, K)
-        return (pack(flat) if four else flat).view(dtype)
+        return pack(numbers.permute(0, 2, 1, 4, 6, 3, 5).reshape(rows, K))
+
+    return prepared, stored
+
+
+def _eight_bits() -> tuple[_Move, _Move]:
+    """Return ``CodeOrder.prepared`` and ``CodeOrder.stored`` for codes of eight bits: a block's bytes change places."""
+    row, byte = torch.arange(BLOCK, device="cpu")[:, None], torch.arange(BLOCK, device="cpu")
+    words = (byte // 16 ^ row // 2 % 4) * 16 + byte % 16  # byte i of row R holds byte words[R, i] of K_ORDER
+    source = (row * BLOCK + torch.tensor(K_ORDER, dtype=torch.int64, device="cpu")[words]).flatten()
+    target = source.argsort()
+
+    def moved(blocks: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        return blocks.gather(1, of.to(blocks.device).expand(len(blocks), -1))
+
+    def prepared(codes: torch.Tensor) -> torch.Tensor:
+        rows, columns = codes.shape[0] // BLOCK, codes.shape[1] // BLOCK
+        split = codes.view(torch.uint8).reshape(rows, BLOCK, columns, BLOCK).transpose(1, 2)
+        moves = moved(split.reshape(rows * columns, BLOCK * BLOCK), source)
+        return moves.view(torch.int32).view(rows, columns, BLOCK, 4, 4)
+
+    def stored(blocks: torch.Tensor) -> torch.Tensor:
+        rows, columns = blocks.shape[:2]
+        flat = blocks.contiguous().view(torch.uint8).view(rows * columns, BLOCK * BLOCK)
+        split = moved(flat, target).view(rows, columns, BLOCK, BLOCK).transpose(1, 2)
+        return split.reshape(rows * BLOCK, columns * BLOCK).view(torch.float8_e4m3fn)
 
     return prepared, stored
 
@@ -282,7 +295,8 @@ def _most(elements: Elements) -> float:
 
 def _order(format: str) -> CodeOrder:
     elements = PRECISIONS[format].w
-    codes, scale, most = _codes(elements.name), elements.scale, _most(elements)
+    scale, most = elements.scale, _most(elements)
+    codes = _four_bits(elements.name) if elements.bits == 4 else _eight_bits()
     if scale is None:
         raise AssertionError(f"{format} has no scale")
     blocks, room = (max(BLOCK, scale.rows), max(BLOCK, scale.columns)), partial(_room, elements)

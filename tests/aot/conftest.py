@@ -10,6 +10,7 @@ import pytest
 from pretuned.aot.build.build import build
 from pretuned.aot.build.options import BuildOptions
 from pretuned.aot.compile.cache import CompileCache
+from pretuned.aot.compile.shipped import Shipped
 from pretuned.aot.models.load import load_models
 from pretuned.aot.plan.families import Pool
 from pretuned.aot.plan.plan import BuildPlan, plan
@@ -31,7 +32,7 @@ def _fallbacks(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
 
 @pytest.fixture(scope="session", autouse=True)
 def unpacked_once() -> Iterator[None]:
-    """The candidates that ship are unpacked once: each build that looks for them would do it again."""
+    """The candidates that ship are unpacked once: each plan or build of a test would do it again."""
     from unpacked import kept  # here, as programs that tests run import this module, too
 
     with pytest.MonkeyPatch.context() as patch:
@@ -68,13 +69,24 @@ def options(compiled_dir: Path, small_space: Pool, tmp_path: Path) -> Callable[.
     return make
 
 
+def _shipped(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
+    """Two aligned configs of the candidates that ship for sm_80."""
+    return (Config(32, 128, 64, 4, 4), Config(64, 64, 64, 4, 4))
+
+
+def _shipped_fallback(op: Op, dtype: DType, sm: int) -> tuple[Config, ...]:
+    return (Config(16, 64, 64, 8, 2),)
+
+
 @pytest.fixture(scope="session")
-def small_bundle(
-    tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_plan: BuildPlan, small_space: Pool
-) -> Path:
-    """A real bundle for sm_80, not to be changed."""
+def small_bundle(tmp_path_factory: pytest.TempPathFactory, compiled_dir: Path, small_plan: BuildPlan) -> Path:
+    """A real bundle for sm_80, not to be changed: two aligned candidates and one fallback, of code that ships.
+
+    If the code that ships is of other sources, it is compiled.
+    """
     from building import alone  # here, as programs that tests run import this module, too
 
-    options = BuildOptions(tmp_path_factory.mktemp("small"), cache=CompileCache(compiled_dir), space=small_space)
+    out, space = tmp_path_factory.mktemp("small"), Pool(_shipped, _shipped_fallback)
+    options = BuildOptions(out, cache=CompileCache(compiled_dir), space=space, shipped=Shipped.in_packages)
     with alone(compiled_dir.parent / "small.lock"):
         return build(small_plan, (80,), options).bundles[0].path

@@ -23,6 +23,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
             call()
         return [float(rounds)] * len(calls)
 
+    host_us = fp8_training.host_us
+    monkeypatch.setattr(fp8_training, "host_us", lambda step: host_us(step, steps=1, rounds=2))
     monkeypatch.setattr(fp8_training, "eager_us", timed)
     monkeypatch.setattr(fp8_training, "sustained_us", lambda steps: timed(steps, 1))
     monkeypatch.setattr(fp8_training, "most_mb", lambda step: float(len(step())))

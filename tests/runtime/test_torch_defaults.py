@@ -31,7 +31,7 @@ def calls_that_use_defaults(path: Path) -> Iterator[str]:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         name = node.func.attr
-        if ast.unparse(node.func.value) != "torch" or name not in _SIZED | _WHOLE:
+        if name not in _SIZED | _WHOLE or ast.unparse(node.func.value) != "torch":
             continue
         named = {keyword.arg for keyword in node.keywords}
         where = str(path.relative_to(ROOT))

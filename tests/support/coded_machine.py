@@ -7,6 +7,7 @@ has in float32.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +15,10 @@ from pathlib import Path
 import torch
 from emulated_driver import H200, EmulatedGpu, Launch
 from emulated_kernels import bundle_of, variant_and_code
-from host_gpu import SLOTS, publish_alone
+from host_gpu import SLOTS, publish_bytes_alone
+from rowops_in_numpy import once
 
+from pretuned.artifacts.codec import encode
 from pretuned.artifacts.records import Choice, DType, Fusion, Op, Problem, RowOp, Source
 from pretuned.kernels.hopper_w8a8_block import STARTS_CONFIGS, scale_columns
 from pretuned.kernels.rowops import RowOpSpec
@@ -60,6 +63,38 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch
     return torch.frombuffer(held, dtype=dtype).view(shape)
 
 
+@functools.cache
+def _bundle(without: RowOp | None, quantises: bool, in_place: bool) -> bytes:
+    """A bundle that measured that quantising x is faster, or slower; for 8 rows and fewer it is slower either way."""
+    specs = [
+        *PRODUCTS,
+        *SCATTERS,
+        *(IN_PLACE if in_place else ()),
+        *(RowOpSpec(op, DType.BF16) for op in PASSES if op is not without),
+    ]
+
+    def ns(spec: Spec, bucket: int) -> int:
+        codes_us = 1 if quantises and bucket > 8 else 2000
+        return 1000 * (codes_us if spec.dtype.quantises_x else 1000)
+
+    choices = {
+        Problem(Op.FORWARD, spec.dtype, E, N, K, fusion=spec.fusion): [
+            Choice(bucket, index, Source.MEASURED, ns(spec, bucket), gpu=0) for bucket in (4, 8, 32, 64)
+        ]
+        for index, spec in enumerate((*PRODUCTS, *SCATTERS))
+        for N, K in ((2 * I, H), (I, H), (H, I))
+    }
+    lists = [variant_and_code(RowOpSpec(op, DType.FP32, 1), block=SLOTS) for op in (RowOp.SORT_SLOTS, RowOp.PLACE_ROWS)]
+    return encode(bundle_of([*map(variant_and_code, specs), *lists], choices, gpus=[H200]))
+
+
+@functools.cache
+def _prepared_shapes(E: int, N: int, K: int) -> tuple[torch.Size, torch.Size]:
+    """The shapes of codes and scales of prepared fp8_block weights."""
+    w = ExpertWeights.quantize(torch.zeros(E, N, K), "fp8_block").prepare()
+    return w.codes.shape, w.scale.shape
+
+
 class Machine(EmulatedGpu):
     """An H200 whose bundle has the products of codes, and measured that quantising x is faster, or slower."""
 
@@ -71,29 +106,8 @@ class Machine(EmulatedGpu):
         self.publish()
 
     def publish(self, *, without: RowOp | None = None, quantises: bool = True, in_place: bool = False) -> None:
-        specs = [
-            *PRODUCTS,
-            *SCATTERS,
-            *(IN_PLACE if in_place else ()),
-            *(RowOpSpec(op, DType.BF16) for op in PASSES if op is not without),
-        ]
-        """Of 8 rows and fewer quantising x is slower in either case."""
-
-        def ns(spec: Spec, bucket: int) -> int:
-            codes_us = 1 if quantises and bucket > 8 else 2000
-            return 1000 * (codes_us if spec.dtype.quantises_x else 1000)
-
-        choices = {
-            Problem(Op.FORWARD, spec.dtype, E, N, K, fusion=spec.fusion): [
-                Choice(bucket, index, Source.MEASURED, ns(spec, bucket), gpu=0) for bucket in (4, 8, 32, 64)
-            ]
-            for index, spec in enumerate((*PRODUCTS, *SCATTERS))
-            for N, K in ((2 * I, H), (I, H), (H, I))
-        }
-        lists = [
-            variant_and_code(RowOpSpec(op, DType.FP32, 1), block=SLOTS) for op in (RowOp.SORT_SLOTS, RowOp.PLACE_ROWS)
-        ]
-        publish_alone(self.folder, bundle_of([*map(variant_and_code, specs), *lists], choices, gpus=[H200]))
+        """Have a bundle without a row kernel, or with code that reads codes in place, and measured times."""
+        publish_bytes_alone(self.folder, _bundle(without, quantises, in_place))
         self.launches.clear()
 
     @property
@@ -159,10 +173,17 @@ class Machine(EmulatedGpu):
         """Prepared fp8_block weights in this memory, float32 [E, N, K]."""
         if at["w"] in self.dense:
             return self.dense[at["w"]]
-        w = ExpertWeights.quantize(torch.zeros(E, N, K), "fp8_block").prepare()
-        w.codes.copy_(tensor_at(at["w"], tuple(w.codes.shape), w.codes.dtype))
-        w.scale.copy_(tensor_at(at["w_scale"], tuple(w.scale.shape), torch.float32))
-        return w.dequantize(torch.float32)
+        codes_shape, scale_shape = _prepared_shapes(E, N, K)
+        codes, scale = (
+            tensor_at(at["w"], codes_shape, torch.int32),
+            tensor_at(at["w_scale"], scale_shape, torch.float32),
+        )
+
+        def values() -> torch.Tensor:
+            w = ExpertWeights("fp8_block", codes, scale)
+            return torch.stack([w.dequantize(torch.float32, e) for e in range(E)])
+
+        return once(("values", E, N, K), (codes, scale), values)
 
     def layer(self, gated: bool, format: str = "fp8_block") -> tuple[ExpertWeights, ExpertWeights]:
         """Prepared weights, whose values the GPU knows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from ctypes import c_char, c_int32, c_int64, c_uint, c_uint64, c_void_p
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ class Launch(NamedTuple):
         ]
 
 
+@functools.cache
 def parameters(arguments: tuple[tuple[str, str], ...]) -> tuple[list[str], list[str | int]]:
     """The name and the kind of each parameter of a kernel: a descriptor is 128 bytes, then its sizes and strides."""
     names: list[str] = []

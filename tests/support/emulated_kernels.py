@@ -199,37 +199,61 @@ class Memory(NamedTuple):
         return self.dtype.itemsize
 
     def read(self, address: int, count: int) -> Any:
-        raw = at(address, count, _KINDS[self.dtype])
+        return self._float32(at(address, count, _KINDS[self.dtype]))
+
+    def store(self, address: int, values: Any) -> None:
+        values = np.ascontiguousarray(values, np.float32).reshape(-1)
+        at(address, values.size, _KINDS[self.dtype])[:] = self._rounded(values)
+
+    def rows(self, address: int, rows: int, columns: int, stride: int) -> Any:
+        """The first rows of a matrix, float32 [rows, columns]."""
+        return self.picked(address, np.arange(rows), columns, stride)
+
+    def picked(self, address: int, rows: Any, columns: int, stride: int) -> Any:
+        """These rows of a matrix, float32 [rows, columns]."""
+        return self._float32(self._matrix(address, rows, columns, stride)[rows])
+
+    def put(self, address: int, rows: Any, stride: int, values: Any) -> None:
+        """Store values [rows, columns] as these rows of a matrix."""
+        values = np.ascontiguousarray(values, np.float32)
+        self._matrix(address, rows, values.shape[1], stride)[rows] = self._rounded(values)
+
+    def _matrix(self, address: int, rows: Any, columns: int, stride: int) -> Any:
+        """The memory up to the last of these rows."""
+        many = int(rows.max(initial=-1)) + 1
+        raw = at(address, (many - 1) * stride + columns if many else 0, _KINDS[self.dtype])
+        size = self.dtype.itemsize
+        return np.lib.stride_tricks.as_strided(raw, (many, columns), (stride * size, size))
+
+    def _float32(self, raw: Any) -> Any:
         if self.dtype is DType.FP16:
             return raw.view(np.float16).astype(np.float32)
         if self.dtype is DType.BF16:
             return (raw.astype(np.uint32) << 16).view(np.float32)
         return raw
 
-    def store(self, address: int, values: Any) -> None:
-        values = np.ascontiguousarray(values, np.float32).reshape(-1)
-        raw = at(address, values.size, _KINDS[self.dtype])
+    def _rounded(self, values: Any) -> Any:
+        """Bits of float32 in the dtype."""
         if self.dtype is DType.FP16:
-            raw.view(np.float16)[:] = values
-        elif self.dtype is DType.BF16:
+            return values.astype(np.float16).view(np.uint16)
+        if self.dtype is DType.BF16:
             bits = values.view(np.uint32)
             rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-            raw[:] = np.where(np.isnan(values), 0x7FC0, rounded)
-        else:
-            raw[:] = values
-
-    def rows(self, address: int, rows: int, columns: int, stride: int) -> Any:
-        """float32 [rows, columns]."""
-        size = self.dtype.itemsize
-        if stride == columns or rows == 1:
-            return self.read(address, rows * columns).reshape(rows, columns)
-        lines = [self.read(address + size * i * stride, columns) for i in range(rows)]
-        return np.stack(lines) if lines else np.zeros((0, columns), np.float32)
+            return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+        return values
 
 
 def counts_at(address: int, E: int, step: int) -> list[int]:
     """The rows of each expert: a count below zero is none."""
     return [max(size, 0) for size in at(address, E, ctypes.c_int32 if step == 1 else ctypes.c_int64).tolist()]
+
+
+def _product(rows: Any, matrix: Any) -> Any:
+    """Rows by a matrix, summed in float64 and rounded once.
+
+    A BLAS may sum in another order for another number of rows: of float64 sums that hardly ever changes the result.
+    """
+    return (rows.astype(np.float64) @ matrix.astype(np.float64)).astype(np.float32)
 
 
 def compute_rows(code: Code, words: Mapping[str, int], sizes: Mapping[str, tuple[int, ...]]) -> None:
@@ -258,13 +282,11 @@ def compute_rows(code: Code, words: Mapping[str, int], sizes: Mapping[str, tuple
             matrix = np.zeros((K, N), np.float32)
             rows = memory.rows(at_w, *there, words["stride_w_row"])
             matrix[: there[not kn], : there[kn]] = rows if kn else rows.T
-            lines = [memory.read(x + size * int(i) * words["stride_x_m"], K) for i in source]
-            values = (np.stack(lines) if lines else np.zeros((0, K), np.float32)) @ matrix
+            values = _product(memory.picked(x, source, K, words["stride_x_m"]), matrix)
             if low:
                 second = memory.read(words["low_w"] + size * g * N * R, N * R)
                 second = second.reshape(R, N) if kn else second.reshape(N, R).T
-                narrow = [memory.read(words["low_x"] + size * int(i) * R, R) for i in sorted_rows]
-                values = values + (np.stack(narrow) if narrow else np.zeros((0, R), np.float32)) @ second
+                values = values + _product(memory.picked(words["low_x"], sorted_rows, R, R), second)
             if Fusion.BIAS in flags:
                 values = values + memory.read(words["bias"] + size * g * N, N)
             if Fusion.WEIGHT in flags:
@@ -272,14 +294,14 @@ def compute_rows(code: Code, words: Mapping[str, int], sizes: Mapping[str, tuple
             if silu:
                 gate, up = np.split(values, 2, axis=1)
                 values = gate / (1 + np.exp(-gate)) * up
-            for target, line in zip(flat if scatters else sorted_rows, values, strict=True):
-                named.add(int(target))
-                memory.store(y + size * int(target) * words["stride_y_m"], line)
+            targets = flat if scatters else sorted_rows
+            named.update(targets.tolist())
+            memory.put(y, targets, words["stride_y_m"], values)
         row += count
     if words["flags"] & ZERO_TAIL:
         rest = set(range(index_end)) - named if scatters else range(row, M)
-        for m in rest:
-            memory.store(y + size * m * words["stride_y_m"], np.zeros(N // 2 if silu else N))
+        targets = np.array(sorted(rest), np.int64)
+        memory.put(y, targets, words["stride_y_m"], np.zeros((len(targets), N // 2 if silu else N)))
 
 
 def compute_weight(code: Code, words: Mapping[str, int]) -> None:
@@ -298,8 +320,7 @@ def compute_weight(code: Code, words: Mapping[str, int]) -> None:
                 for name, columns in (("dy", N), ("x", K))
             )
             total = dy.T @ x
-        for n in range(N):
-            memory.store(words["dw"] + size * (g * words["stride_dw_e"] + n * words["stride_dw_row"]), total[n])
+        memory.put(words["dw"] + size * g * words["stride_dw_e"], np.arange(N), words["stride_dw_row"], total)
         row += count
 
 

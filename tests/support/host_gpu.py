@@ -6,10 +6,9 @@ import contextlib
 import functools
 import itertools
 import logging
-import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
 import pytest
@@ -25,10 +24,9 @@ from pretuned.kernels.rowops import WITHOUT_DTYPE, RowOpSpec
 from pretuned.kernels.spec import Config, Loads, Schedule, Spec
 from pretuned.runtime import grouped_gemm, reload, sort_routing
 from pretuned.runtime.api.product_plan import PlainPlan
-from pretuned.runtime.dispatch import snapshot
-from pretuned.runtime.launch import product_kernels
+from pretuned.runtime.launch import product_kernels, program
+from pretuned.runtime.launch.program import Program
 
-PROGRAM = "<a program of pretuned>"  # the file of the code that runtime/launch/program.py compiles
 T, TOPK, E, N, K = 7, 2, 4, 8, 12
 SLOTS = 5  # of a chunk that is sorted
 ALL = {(op, fusion) for op in (Op.FORWARD, Op.DX) for fusion in (Fusion.NONE, Fusion.SCATTER, Fusion.GATHER)}
@@ -96,7 +94,12 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def publish_alone(folder: Path, bundle: Bundle) -> None:
     """Put a bundle into the process's folder of bundles, and have the process look again."""
-    publish(folder / "emulated.msgpack", encode(bundle))
+    publish_bytes_alone(folder, encode(bundle))
+
+
+def publish_bytes_alone(folder: Path, bundle: bytes) -> None:
+    """Put an encoded bundle into the process's folder of bundles, and have the process look again."""
+    publish(folder / "emulated.msgpack", bundle)
     reload()
 
 
@@ -223,34 +226,59 @@ def use_low_rank_kernels(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 class Replay(NamedTuple):
-    """A program that ran: its number of rows, and what it runs."""
+    """A program that ran: its number of rows, and the program."""
 
     M: int
-    run: dict[str, Any]
+    program: Program
 
-    def is_of(self, program: Any) -> bool:
+    def is_of(self, other: Program | None) -> bool:
         """Return True if the program is this one."""
-        return program.run.__globals__ is self.run
+        return self.program is other
 
 
 @contextlib.contextmanager
 def replays(noted: Callable[[Replay], None]) -> Iterator[None]:
-    """Hands over each program before it runs in this thread: of a call like an earlier one, which was written down."""
+    """Hands over each program that runs in this thread: of a call like an earlier one, which was recorded in here."""
+    here = threading.get_ident()
 
-    def look(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename == PROGRAM and frame.f_code.co_name == "run":
-            noted(Replay(frame.f_locals["M"], frame.f_globals))
-        if event == "return" and frame.f_code.co_name == "again" and argument is not None:
-            for plan in snapshot.snapshot().plans.values():  # a plain one's function, which does what its program does
-                if isinstance(plan, PlainPlan) and plan._same is frame.f_locals.get("same"):
-                    noted(Replay(frame.f_locals["M"], plan.program.run.__globals__))
+    def note(M: int, ran: Program) -> None:
+        if threading.get_ident() == here:
+            noted(Replay(M, ran))
 
-    before = sys.getprofile()
-    sys.setprofile(look)
-    try:
+    class Noted(Program):
+        __slots__ = ()
+
+        def __init__(self, *recorded: Any) -> None:
+            super().__init__(*recorded)
+            run = self.run
+
+            def noted_run(M: int, stream: int, inputs: Any) -> Any:
+                note(M, self)
+                return run(M, stream, inputs)
+
+            self.run = noted_run
+
+    def noted_plain(make: Callable[..., Any]) -> Callable[..., Any]:
+        """Note calls of a plain plan's function, which does what its program does, or returns None."""
+
+        def wrapped(plan: PlainPlan, *how: Any) -> Callable[..., Any]:
+            again = make(plan, *how)
+
+            def noted_again(M: int, *operands: Any) -> Any:
+                y = again(M, *operands)
+                if y is not None and plan.program is not None:
+                    note(M, plan.program)
+                return y
+
+            return noted_again
+
+        return wrapped
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "Program", Noted)
+        for name in ("_new", "_into"):
+            patch.setattr(PlainPlan, name, noted_plain(getattr(PlainPlan, name)))
         yield
-    finally:
-        sys.setprofile(before)
 
 
 def tensors(

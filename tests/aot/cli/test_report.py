@@ -70,7 +70,7 @@ def test_a_journal_and_both(aot, here, journal, small_bundle):
     text = (here / "j.html").read_text()
     assert "NVIDIA A100-SXM4-80GB, 108 SMs, 81920 MiB, CUDA driver 12.8" in text
     (config,) = {cell["config"] for cell in cells_of(text)}
-    assert config.startswith(("16x32x64 w4 s2", "64x64x32 w4 s2"))
+    assert config.startswith(("32x128x64 w4 s4", "64x64x64 w4 s4"))
     assert aot("report", journal, "-o", "j.html").code == 0
     (config,) = {cell["config"] for cell in cells_of((here / "j.html").read_text())}
     assert config.startswith("cubin ")

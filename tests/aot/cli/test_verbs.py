@@ -345,7 +345,7 @@ def test_the_whole_way_in_processes(aot_process, here, tmp_path, compiled_models
 def test_inspect_as_a_table(aot, small_bundle):
     ended = aot("inspect", small_bundle, "--models", "--variants", "--choices")
     assert ended.code == 0
-    for word in ("sm_80", "rows", "small", "16x32x64 w4 s2", "modelled"):
+    for word in ("sm_80", "rows", "small", "64x64x64 w4 s4", "modelled"):
         assert word in ended.out
     report = json.loads(aot("inspect", small_bundle, "--json").out)
     assert report["launch_abi"] == str(LAUNCH_ABI)

@@ -363,10 +363,7 @@ def test_row_kernels_of_new_weights_are_added_if_asked_for() -> None:
     problems = plan([replace(QWEN3, dtypes=(DType.MXFP4, DType.BF16))]).problems
     pool = Pool(new_weights=True)
     added = {
-        spec
-        for sm in (80, 90)
-        for spec in to_compile(problems, sm, pool)
-        if spec not in to_compile(problems, sm, Pool())
+        spec for sm in (80, 90) for spec in {*to_compile(problems, sm, pool)} - {*to_compile(problems, sm, Pool())}
     }
     assert added == set(weight_specs((DType.MXFP4,)))
     assert all(isinstance(spec, RowOpSpec) for spec in added)

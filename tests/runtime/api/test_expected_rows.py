@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +33,11 @@ def publish(device: Device, small: Config = PERSISTENT, gather_ns: int = 1000) -
 
     ``gather_ns``: the time of the products that gather rows; that of the others is 1000.
     """
+    device.publish(_bundle(small, gather_ns))
+
+
+@functools.cache
+def _bundle(small: Config, gather_ns: int) -> bytes:
     listed = [spec for config in (small, LARGE) for spec in specs({*ALL, *PASSES}, DType.FP32, config)]
     listed = list(dict.fromkeys(listed))
     choices: dict[Problem, list[Choice]] = {}
@@ -44,9 +50,7 @@ def publish(device: Device, small: Config = PERSISTENT, gather_ns: int = 1000) -
             some = [each for each in buckets if (each >= LARGE_FROM) == (spec.config == LARGE)]
             time = gather_ns if Fusion.GATHER in spec.fusion else 1000
             choices.setdefault(problem, []).extend(Choice(each, at, Source.MEASURED, time, gpu=0) for each in some)
-    device.publish(
-        encode(bundle_of([variant_and_code(spec, block=block) for spec, block in listed], choices, gpus=[H200]))
-    )
+    return encode(bundle_of([variant_and_code(spec, block=block) for spec, block in listed], choices, gpus=[H200]))
 
 
 @pytest.fixture(autouse=True)

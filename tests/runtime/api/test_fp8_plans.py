@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import threading
@@ -18,6 +19,7 @@ from coded_machine import TOP_K, E, H, I, Machine, routed
 from emulated_driver import Launch, emulated
 from host_gpu import ALL, PASSES, PERSISTENT, bundle_bytes
 
+from pretuned.artifacts.codec import encode
 from pretuned.artifacts.errors import InputError
 from pretuned.artifacts.publishing import publish
 from pretuned.artifacts.records import DType, Op, RowOp
@@ -58,11 +60,17 @@ def machine(clean_places: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mac
         yield gpu  # type: ignore[misc]
 
 
-def published(folder: Path, without: Op | RowOp | None = None) -> None:
-    """Publish the kernels of fp8 training, but for one."""
+@functools.cache
+def of_training(without: Op | RowOp | None) -> bytes:
+    """A bundle of the kernels of fp8 training, but for one."""
     gemms, rows = search.of_training(90)
     there = [emulated_kernels.variant_and_code(spec) for spec in (*gemms, *rows) if spec.op is not without]
-    emulated_kernels.write(folder / "training.msgpack", there)
+    return encode(emulated_kernels.bundle_of(there))
+
+
+def published(folder: Path, without: Op | RowOp | None = None) -> None:
+    """Publish the kernels of fp8 training, but for one."""
+    publish(folder / "training.msgpack", of_training(without))
     kinds = frozenset({*ALL, *PASSES}) - {without}
     publish(folder / "bf16.msgpack", bundle_bytes(frozenset(kinds), DType.BF16, PERSISTENT))
     reload()

@@ -1,4 +1,4 @@
-"""Tensors as checkpoints name and pack them, packed here as each format's own documents say, one number at a time."""
+"""Tensors as checkpoints name and pack them, packed here as each format's own documents say."""
 
 from __future__ import annotations
 
@@ -32,11 +32,8 @@ def e4m3(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def words(nibbles: torch.Tensor, places: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """[R, 8n] of 0 to 15 in int32 words [R, n]: the i-th lowest nibble is column ``places[i]`` of its eight."""
-    out = []
-    for row in nibbles.tolist():
-        words = [sum(row[first + place] << 4 * i for i, place in enumerate(places)) for first in range(0, len(row), 8)]
-        out.append([word - (1 << 32) if word >= 1 << 31 else word for word in words])
-    return torch.tensor(out, dtype=torch.int32)
+    taken = nibbles.long().reshape(len(nibbles), -1, 8)[..., list(places)]
+    return (taken << 4 * torch.arange(8)).sum(-1).to(torch.int32)  # a word past 2^31 is a negative one
 
 
 def each(make: Callable[[int, int, int], dict[str, torch.Tensor]], layer: str = LAYER) -> dict[str, torch.Tensor]:

@@ -620,6 +620,7 @@ def test_other_implementations_get_the_experts_that_transformers_makes(
 def test_offloading_leaves_nothing_behind(library: Any) -> None:
     """accelerate gives a module its weights for one call: what was on the device for it is gone afterwards."""
     accelerate = pytest.importorskip("accelerate")
+    gc.freeze()
     model, _ = pair(library)
     said, experts = model(IDS).logits, experts_of(model)[0][1]
     accelerate.cpu_offload(experts, execution_device="cpu")
@@ -682,6 +683,7 @@ def test_fp4_with_other_scales_is_not_taken_for_int4(
 @torch.no_grad()
 def test_moved_parameters_leave_no_memory_behind(library: Any, config: dict[str, Any], prepared: bool) -> None:
     """``.to`` gives a parameter other memory; the weights of the last call kept the old."""
+    gc.freeze()  # gc.collect looks at what this test makes alone: with all of a process it takes half a second
     ours.register()
     model, _ = pair(library, **config)
     if prepared:
