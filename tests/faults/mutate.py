@@ -40,7 +40,7 @@ VALUES = (None, True, False, b"", b"\x90", "", "..", "a", "forward", 1.0, float(
 def mutated(data: bytes, rng: random.Random) -> bytes:
     """``data`` with one to four bytes, or one piece, changed: always other bytes than before."""
     out = bytearray(data)
-    kind = rng.randrange(7)
+    kind = rng.randrange(7 if len(out) >= 4 else 6)
     at = rng.randrange(len(out))
     if kind == 0:
         out[at] ^= 1 << rng.randrange(8)
