@@ -47,7 +47,7 @@ def test_this_checkout_beside_itself(tmp_path: Path) -> None:
 def test_a_call_that_is_none_is_reported() -> None:
     done = run("--old", ROOT, "--without-gpu", "--only", "cal")
     assert done.returncode == 1
-    assert done.stderr.startswith("no such call: cal; wanted of call, gather, ")
+    assert done.stderr.startswith("no such call: cal; wanted of call, ")
 
 
 def test_what_is_no_checkout_is_reported(tmp_path: Path) -> None:
