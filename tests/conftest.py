@@ -61,7 +61,7 @@ def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def compiled_dir(shared_dir: Path) -> Path:
-    """A compile cache for all tests: what ships of row kernels, and what one of the tests compiled for the others."""
+    """A compile cache for all tests, with the shipped row kernels and the variants that earlier tests compiled."""
     from building import alone, take_row_kernels
 
     path = shared_dir / "compiled"

@@ -52,7 +52,7 @@ def _shipped_for_hopper() -> Mapping[Hashable, bytes]:
 def assert_as_shipped(spec: Spec, compiled: Compiled) -> None:
     """Check that a variant for sm_90 is compiled to the very bytes that ship. tests/test_shipped.py relies on it."""
     shipped = _shipped_for_hopper()[asked_for(spec)]
-    assert compiled.variant.cubin_sha256 == shipped, f"what ships for sm_90 is stale: {spec}"
+    assert compiled.variant.cubin_sha256 == shipped, f"the cubin that ships for sm_90 is stale: {spec}"
 
 
 def ptx_for_hopper(patch: pytest.MonkeyPatch, spec: Spec, maps: Mapping[str, tuple[int, int]]) -> str:
